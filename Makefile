@@ -1,0 +1,70 @@
+# make demo    fine-tune a small Mixtral on 4 processes, attention and experts split differently
+# make test    lint, then every test
+# make lint    ruff and mypy
+# make compat  parity tests at the corners of the supported range, in environments of their own (slow, by hand)
+# make clean   remove what the above leave behind, except the virtual environment
+#
+# The first call makes .venv and installs requirements-dev.txt into it.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements-dev.txt)
+
+DEMO_RANKS := 4
+DEMO_LIMIT := 900
+DEMO_ARGS ?=
+
+# DeepSpeed compiles its CPU collectives with ninja, which the virtual environment has.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Several ranks share the cores: more than one thread each makes them slower, not faster.
+export OMP_NUM_THREADS := 1
+# What DeepSpeed compiles is kept with the environment it was compiled for. torch's lock there has no owner: after a build
+# that was killed, every later run waits for it for ever. Here that is this checkout only, and `make clean` ends it.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
+
+.PHONY: demo test lint compat clean
+.DELETE_ON_ERROR:
+
+CHECK_PYTHON = import sys; v = sys.version_info; \
+	v >= (3, 11) or sys.exit("Python 3.11 or newer is needed (transformers 5.24 needs it); " + sys.executable + \
+	" is %d.%d. Name another one: make PYTHON=python3.12" % v[:2])
+FREE_PORT = import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])
+HAS_ENOUGH_GPUS = import sys, torch; sys.exit(torch.cuda.device_count() < $(DEMO_RANKS))
+
+$(STAMP): requirements-dev.txt setup.py
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer"; exit 1; }
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -c '$(CHECK_PYTHON)'; else $(PYTHON) -c '$(CHECK_PYTHON)'; fi
+	@if [ ! -x $(BIN)/python ]; then $(PYTHON) -m venv $(VENV); fi
+	@# torch on its own, first: whichever build (CPU or CUDA) is set up here is then kept by all that depend on it.
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -r requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	@touch $@
+
+# With fewer GPUs than ranks the demo runs on the CPU. `timeout` keeps its children in a process group of its own, which
+# Ctrl-C does not reach: the trap passes it on.
+demo: $(STAMP)
+	@port=$$($(BIN)/python -c '$(FREE_PORT)'); \
+	$(BIN)/python -c '$(HAS_ENOUGH_GPUS)' || export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
+	timeout --kill-after=30 $(DEMO_LIMIT) \
+	  deepspeed --num_accelerators $(DEMO_RANKS) --master_port $$port --module ds_etp \
+	  examples/finetune_mixtral.py --deepspeed configs/demo.json --output runs/demo $(DEMO_ARGS) & job=$$!; \
+	trap 'kill $$job' INT TERM; wait $$job
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+compat:
+	PYTHON=$(PYTHON) tests/compat.sh
+
+clean:
+	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat runs
+	find ds_etp examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,158 @@
+"""The `ds-etp` command. Runs on any machine: no torch, no DeepSpeed, no GPU.
+
+A subcommand is one function, added in `_parser`; whatever only it needs is imported inside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_etp.config import (
+    BLOCK,
+    ExpertTensorParallelConfig,
+    autotp_size,
+    check_host_options,
+    check_plan,
+    layout_table,
+    parse_block,
+    resolve,
+)
+from ds_etp.errors import ConfigError
+from ds_etp.topology import GroupKind, Topology
+
+AXES: tuple[tuple[str, GroupKind], ...] = (  # column -> the kind of group a rank's place along it is its place in
+    ("tp", "tp"),
+    ("cp", "cp"),
+    ("dp", "dp"),
+    ("pp", "pp"),
+    ("etp", "expt_tp"),
+    ("ep", "ep"),
+    ("edp", "expert_dp"),
+)
+LISTED: tuple[GroupKind, ...] = ("tp", "cp", "dp", "pp", "expt_tp", "ep", "expert_dp", "expert_model_parallel")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+
+    Returns:
+        Exit code: 0, or 2 with a message on stderr when the sizes or the config cannot work.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds-etp", description="Expert tensor parallelism for DeepSpeed: layouts.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    topology = commands.add_parser("topology", help="print every rank's place and the groups of a layout")
+    topology.add_argument("--world", type=_size, required=True, help="number of ranks")
+    topology.add_argument("--tp", type=_size, default=1, help="tensor parallel size of the dense path (default 1)")
+    topology.add_argument("--cp", type=_size, default=1, help="context (Ulysses) parallel size (default 1)")
+    topology.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
+    topology.add_argument("--etp", type=_size, help="expert tensor parallel size (default: tp)")
+    topology.add_argument("--ep", type=_size, default=1, help="expert parallel size (default 1)")
+    topology.set_defaults(run=_topology)
+
+    check = commands.add_parser("check", help="check a DeepSpeed config file and print the layout it gives")
+    check.add_argument("config", type=Path, help="the DeepSpeed JSON config")
+    check.add_argument("--gpus", type=_size, required=True, help="number of ranks the job will have")
+    check.add_argument("--cp", type=_size, default=1, help="context (Ulysses) parallel size (default 1)")
+    check.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _size(text: str) -> int:
+    """A parallel size from the command line; argparse words the error."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: a whole number of at least 1 is needed")
+    return int(text)
+
+
+def _topology(args: argparse.Namespace) -> int:
+    block = ExpertTensorParallelConfig(etp_size="auto" if args.etp is None else args.etp, ep_size=args.ep)
+    topology = resolve(block, world=args.world, tp=args.tp, cp=args.cp, pp=args.pp)
+    console = Console(highlight=False)
+    console.print(_table("Layout", ("size", "value"), layout_table(topology, block)[:-1]))  # no plan without a config
+    places = {kind: _places(topology, kind) for _, kind in AXES}
+    rows = [(str(rank), *(str(places[kind][rank]) for _, kind in AXES)) for rank in range(topology.world)]
+    console.print(_table("Ranks", ("rank", *(name for name, _ in AXES)), rows))
+    groups = [(kind, " ".join(_braces(group) for group in topology.groups(kind))) for kind in LISTED]
+    console.print(_table("Groups", ("kind", "ranks"), groups))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    ds_config = _read(args.config)
+    block = parse_block(ds_config)
+    if block is None:
+        if BLOCK not in ds_config:
+            raise ConfigError(
+                f'{args.config} has no "{BLOCK}" block: ds_etp would change nothing. Add "{BLOCK}": {{}}.'
+            )
+        print(f"{args.config}: {BLOCK} is not enabled, ds_etp changes nothing.")
+        return 0
+    check_host_options(ds_config, args.gpus)
+    topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
+    check_plan(block, topology)
+    Console(highlight=False).print(_table("Layout", ("size", "value"), layout_table(topology, block)))
+    return 0
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    """The config as DeepSpeed reads it: Hjson (JSON with comments), a key given twice is an error."""
+    import hjson  # type: ignore[import-untyped]  # comes with DeepSpeed
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{path}: key {key!r} is given twice.")
+        return dict(pairs)
+
+    try:
+        ds_config: object = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except (hjson.HjsonDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(ds_config, dict):
+        raise ConfigError(f"{path} does not hold a JSON object.")
+    return ds_config
+
+
+def _places(topology: Topology, kind: GroupKind) -> dict[int, int]:
+    """rank -> its place in its group of one kind."""
+    return {rank: place for group in topology.groups(kind) for place, rank in enumerate(group)}
+
+
+def _braces(ranks: tuple[int, ...]) -> str:
+    """`{0,2}`, or `{0..3}` for three or more ranks in a row."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{{{ranks[0]}..{ranks[-1]}}}"
+    return "{" + ",".join(map(str, ranks)) + "}"
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(*names, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,198 @@
+"""The engine extension: calls the floors below, in order, at the moments DeepSpeed gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups as host_groups
+from deepspeed.utils import log_dist
+from torch import nn
+
+from ds_etp import config as block_config
+from ds_etp.config import ExpertTensorParallelConfig
+from ds_etp.errors import config_error
+from ds_etp.experts import Shard, check_sizes, shard_in_place
+from ds_etp.groups import ExpertGroups
+from ds_etp.layouts import ExpertsLayout, find_experts, read_layout
+from ds_etp.patches import optimizers, overrides
+from ds_etp.patches.autotp import plan_without_experts
+from ds_etp.patches.engine import engine_patches
+from ds_etp.patches.experts_interface import default_gate, refuse_split_model
+from ds_etp.patches.generation import sync_generation
+from ds_etp.patches.versions import check_host_versions
+from ds_etp.plans import PLANS
+from ds_etp.topology import Topology
+from ds_etp.wire import choose_plan, tokens_are_replicated
+from ds_etp.zero import is_partitioned, shard_partitioned, tag
+
+
+@dataclass
+class Extension:
+    """What ds_etp knows of one engine. `engine.ds_etp` holds it.
+
+    Attributes:
+        block: the config block.
+        topology: the sizes it came to.
+        layouts: the layout of each experts module, by path; empty until the model is known.
+        groups: the process groups; None until the model is sharded.
+    """
+
+    block: ExpertTensorParallelConfig
+    topology: Topology
+    layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
+    groups: ExpertGroups | None = None
+
+
+class _Events:
+    """The moments of `patches.engine.EngineEvents`. Without our block each does nothing."""
+
+    def on_config(self, engine: Any) -> None:
+        """Parses and checks everything that needs no model."""
+        raw = engine._config._param_dict
+        block = block_config.parse_block(raw)
+        if block is None:
+            return
+        world = dist.get_world_size()
+        tp = max(engine.autotp_size(), 1)
+        check_host_versions(int(engine.zero_optimization_stage()), tp)
+        block_config.check_host_options(raw, world)
+        _refuse_other_axes(engine)
+        topology = block_config.resolve(block, world=world, tp=tp)
+        block_config.check_plan(block, topology)
+        engine.ds_etp = Extension(block, topology)
+
+    @contextmanager
+    def around_tensor_parallel(self, engine: Any, model: nn.Module) -> Iterator[None]:
+        """Checks the layers before AutoTP makes a group, and keeps the experts out of its plan."""
+        extension = _extension(engine)
+        if extension is None:
+            yield
+            return
+        extension.layouts = _checked_layouts(model, extension.topology)
+        names = [*extension.layouts]
+        names += [f"{path}.{name}" for path, layout in extension.layouts.items() for name in layout.parameters]
+        with plan_without_experts(model, names):
+            yield
+
+    def on_model(self, engine: Any, model: nn.Module) -> None:
+        """Shards the experts and tells DeepSpeed about them."""
+        extension = _extension(engine)
+        if extension is None:
+            return
+        if not extension.layouts:
+            extension.layouts = _checked_layouts(model, extension.topology)
+        extension.groups = groups = ExpertGroups(extension.topology)
+        overrides.on_destroy(engine, groups.destroy)
+        _shard_model(model, extension, groups)
+        engine.has_moe_layers = True
+        engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
+        _set_overrides(engine, model, groups)
+        _log(extension)
+
+
+def _extension(engine: Any) -> Extension | None:
+    # Not getattr: an engine passes unknown names on to its module.
+    extension: Extension | None = vars(engine).get("ds_etp")
+    return extension
+
+
+def _refuse_other_axes(engine: Any) -> None:
+    key = "expert_tensor_parallel"
+    if engine.pipeline_parallelism:
+        raise config_error(key, "enabled", "does not work with PipelineModule yet", works="a model without pipeline")
+    sequence = getattr(engine.mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    if max(sequence, host_groups._get_sequence_parallel_world_size()) > 1:
+        raise config_error(
+            key, "enabled", "does not work with sequence parallelism yet", works="sequence parallel size 1"
+        )
+    if engine.mpu is not None and engine.mpu is not host_groups:
+        raise config_error(
+            "mpu",
+            type(engine.mpu).__name__,
+            "is an mpu of its own",
+            works="tensor_parallel.autotp_size in the config, and no mpu",
+        )
+
+
+def _checked_layouts(model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
+    refuse_split_model(model)
+    modules = find_experts(model)
+    if not modules:
+        raise config_error(
+            "expert_tensor_parallel.enabled",
+            True,
+            f"found no routed experts in {type(model).__name__}",
+            works="false, or a mixture-of-experts model of transformers",
+        )
+    layouts = {path: read_layout(path, module, default_gate()) for path, module in modules.items()}
+    for path, layout in layouts.items():
+        block_config.check_layer(
+            topology, path, num_experts=layout.num_experts, intermediate_size=layout.intermediate_size
+        )
+    return layouts
+
+
+def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups) -> None:
+    topology, block = extension.topology, extension.block
+    plan_class = PLANS[choose_plan(topology, block.plan)]
+    reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
+    for path, layout in extension.layouts.items():
+        module = model.get_submodule(path)
+        plan = plan_class(groups, layout.num_experts, reduce_dtype)
+        shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
+        tag(module.parameters(), groups)
+        if is_partitioned(module):
+            shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
+        else:
+            shard_in_place(module, shard)
+    check_sizes(model)
+
+
+def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
+    from deepspeed import set_optimizer_flags
+
+    set_optimizer_flags(engine._config, model)  # Muon looks at shapes, which have changed
+    overrides.allow_zero3_experts(engine)
+    overrides.refuse_checkpoints(engine)
+    optimizers.give_experts_their_groups(engine)
+    overrides.after_optimizer(engine, lambda: optimizers.correct_optimizer(engine, groups))
+    stage = int(engine.zero_optimization_stage())
+    if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        optimizers.give_true_norm_at_stage_0(engine, groups)
+    if stage == 3 or not tokens_are_replicated(groups.topology):
+        sync_generation(model)
+
+
+def _log(extension: Extension) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("size", "value", title="expert tensor parallelism")
+    for name, value in block_config.layout_table(extension.topology, extension.block):
+        table.add_row(name, value)
+    table.add_row("plan used", choose_plan(extension.topology, extension.block.plan))
+    table.add_row("experts modules", str(len(extension.layouts)))
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(table)
+    log_dist("ds_etp\n" + capture.get(), ranks=[0])
+
+
+_PATCHES = engine_patches(_Events())
+
+
+def register() -> None:
+    """Lets DeepSpeed engines made from now on read the `expert_tensor_parallel` block. Calling it twice is fine."""
+    for patch in _PATCHES:
+        patch.apply()
+
+
+def unregister() -> None:
+    """Puts DeepSpeed's engine class back. Engines made before keep what they have."""
+    for patch in _PATCHES:
+        patch.revert()

@@ -1,0 +1,56 @@
+"""AutoTP is shown a model's tensor-parallel plan without its experts.
+
+AutoTP (deepspeed 0.19.5 to 0.19.8) turns down the whole plan of a model that names a style it doesn't know,
+and all MoE models of transformers 5 do (`moe_tp_experts`, `packed_colwise`). The entries of the experts
+modules are ours to split; without them the plan is one AutoTP knows. Can go when AutoTP skips styles of
+modules it doesn't split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.tensor_parallel import config as host
+
+
+def without_experts(plan: dict[str, str], expert_names: Iterable[str]) -> dict[str, str]:
+    """A plan without the entries that are about experts modules or their parameters.
+
+    Args:
+        plan: pattern to style; `*` stands for a layer number.
+        expert_names: exact paths of the modules and of their parameters. A pattern may leave out leading
+            parts of a path (`model.`).
+
+    Returns:
+        The other entries, in order. `mlp.gate_proj` and `mlp.shared_experts.up_proj` are others.
+    """
+    names = list(expert_names)
+
+    def is_about_experts(pattern: str) -> bool:
+        layers = "[^.]+".join(re.escape(part) for part in pattern.split("*"))
+        matcher = re.compile(rf"(?:.+\.)?{layers}")
+        return any(matcher.fullmatch(name) for name in names)
+
+    return {pattern: style for pattern, style in plan.items() if not is_about_experts(pattern)}
+
+
+@contextmanager
+def plan_without_experts(model: Any, expert_names: Iterable[str]) -> Iterator[None]:
+    """While AutoTP partitions `model`, hides the entries of its experts from it."""
+    original = host._get_hf_tp_plan
+    names = list(expert_names)
+
+    def filtered(asked: Any) -> dict[str, str] | None:
+        plan: dict[str, str] | None = original(asked)
+        if asked is not model or plan is None:
+            return plan
+        return without_experts(plan, names) or None
+
+    host._get_hf_tp_plan = filtered
+    try:
+        yield
+    finally:
+        host._get_hf_tp_plan = original

@@ -1,0 +1,60 @@
+"""The two ways to change a host: a method of a class until reverted, or a method of one object."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+_OWNER = "__ds_etp_original__"
+
+
+class MethodPatch:
+    """Replaces one method of a host class, once, and can put it back.
+
+    Args:
+        host: the class.
+        name: the method's name. The host must define it.
+        make: from the original function to the one that takes its place.
+    """
+
+    def __init__(self, host: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.host, self.name, self._make = host, name, make
+
+    @property
+    def applied(self) -> bool:
+        """Whether the host's method is this package's at the moment."""
+        return hasattr(vars(self.host).get(self.name), _OWNER)
+
+    def apply(self) -> None:
+        """Puts the replacement in place. A second call changes nothing."""
+        if self.applied:
+            return
+        original = vars(self.host).get(self.name)
+        if original is None:
+            raise RuntimeError(f"{self.host.__name__} has no method {self.name}: its release is not one ds_etp knows")
+        replacement = self._make(original)
+        setattr(replacement, _OWNER, original)
+        setattr(self.host, self.name, replacement)
+
+    def revert(self) -> None:
+        """Puts the original back, unless someone else has replaced the method since."""
+        if self.applied:
+            setattr(self.host, self.name, getattr(vars(self.host)[self.name], _OWNER))
+
+
+def override(target: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces one method of one object.
+
+    Args:
+        target: the object; its class and its siblings are left alone.
+        name: the method's name.
+        make: from the bound original to a function without `self`.
+    """
+    original = getattr(target, name)
+    replacement = make(original)
+    if isinstance(original, types.MethodType):
+        # Callers inspect signatures (HF Trainer does): show them the host's.
+        replacement.__wrapped__ = original  # type: ignore[attr-defined]
+        replacement.__doc__ = original.__doc__
+    setattr(target, name, replacement)

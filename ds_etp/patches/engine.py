@@ -1,0 +1,64 @@
+"""The way into DeepSpeed's engine: three of its methods, the same from 0.19.5 to 0.19.8.
+
+DeepSpeed has no plugin mechanism. These are the moments that matter: sizes known and nothing made yet,
+just before AutoTP, and just before the model is cast, moved and broadcast.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_etp.patches.base import MethodPatch
+
+
+class EngineEvents(Protocol):
+    """What an extension does at each of the moments. Each must do nothing without the extension's block."""
+
+    def on_config(self, engine: Any) -> None:
+        """The config is parsed; no group is made, no model is touched."""
+
+    def around_tensor_parallel(self, engine: Any, model: Any) -> AbstractContextManager[None]:
+        """AutoTP is about to make its groups and split the model; afterwards it has."""
+
+    def on_model(self, engine: Any, model: Any) -> None:
+        """AutoTP is done; cast, device move, broadcast and optimizer are to come."""
+
+
+def engine_patches(events: EngineEvents) -> list[MethodPatch]:
+    """The patches that call `events`, not yet applied."""
+
+    def sanity_check(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _do_sanity_check(self: Any) -> Any:
+            result = original(self)
+            events.on_config(self)
+            return result
+
+        return _do_sanity_check
+
+    def tensor_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _configure_tensor_parallel(self: Any, model: Any, tp_config: Any) -> Any:
+            with events.around_tensor_parallel(self, model):
+                return original(self, model, tp_config)
+
+        return _configure_tensor_parallel
+
+    def distributed_model(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _configure_distributed_model(self: Any, model: Any) -> Any:
+            events.on_model(self, model)
+            return original(self, model)
+
+        return _configure_distributed_model
+
+    return [
+        MethodPatch(DeepSpeedEngine, "_do_sanity_check", sanity_check),
+        MethodPatch(DeepSpeedEngine, "_configure_tensor_parallel", tensor_parallel),
+        MethodPatch(DeepSpeedEngine, "_configure_distributed_model", distributed_model),
+    ]

@@ -1,0 +1,55 @@
+"""The host releases this package was run on. `setup.py` reads the same numbers."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from packaging.version import Version
+
+from ds_etp.errors import config_error
+
+DEEPSPEED_MIN = "0.19.5"
+DEEPSPEED_MAX = "0.19.8"
+TRANSFORMERS_MIN = "5.0"
+TRANSFORMERS_MAX = "5.24"
+
+_TESTED = {
+    "deepspeed": (DEEPSPEED_MIN, DEEPSPEED_MAX),
+    "transformers": (TRANSFORMERS_MIN, TRANSFORMERS_MAX),
+}
+# ZeRO-3 with tensor parallelism takes a wrong gradient norm before this release, with or without us.
+DEEPSPEED_ZERO3_WITH_TP = "0.19.8"
+
+
+def check_host_versions(zero_stage: int, tp: int) -> None:
+    """Refuses a DeepSpeed or transformers outside the tested range.
+
+    Raises:
+        ConfigError: names the release found and the range.
+    """
+    for package, (lowest, highest) in _TESTED.items():
+        if not _at_least(package, lowest) or _above(package, highest):
+            raise config_error(
+                package,
+                version(package),
+                "is outside the range that ds_etp was tested on",
+                works=f"{lowest} to {highest}",
+                next_step=f'Run: pip install "{package}>={lowest},<={highest}"',
+            )
+    if zero_stage == 3 and tp > 1 and not _at_least("deepspeed", DEEPSPEED_ZERO3_WITH_TP):
+        raise config_error(
+            "zero_optimization.stage",
+            zero_stage,
+            f"with tensor_parallel.autotp_size={tp} takes a wrong gradient norm in DeepSpeed {version('deepspeed')}",
+            works=f"0, 1, 2, or DeepSpeed {DEEPSPEED_ZERO3_WITH_TP}",
+        )
+
+
+def _at_least(package: str, bound: str) -> bool:
+    return Version(Version(version(package)).base_version) >= Version(bound)
+
+
+def _above(package: str, bound: str) -> bool:
+    """Whether the installed release is above `bound`, of which a patch release (5.24.3 of 5.24) is not."""
+    limit = Version(bound).release
+    return Version(version(package)).release[: len(limit)] > limit

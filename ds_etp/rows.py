@@ -1,0 +1,143 @@
+"""Rows between peers, without gradients: what `collectives` is made of.
+
+Legend: T tokens a rank holds, t tokens it owns. All tensors are rows: `[rows, ...]`. Several tensors of the
+same rows travel in one message; peers may bring different numbers of rows.
+
+Plain `torch.distributed` on contiguous tensors throughout: DeepSpeed's shared-memory all-reduce on CPU
+ignores the group it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_etp.groups import Peers
+
+# Named anew in torch 2.13, which warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def even_sizes(rows: int, parts: int) -> list[int]:
+    """How many of `rows` rows each of `parts` peers owns: as even as can be, the longer ones first."""
+    quotient, rest = divmod(rows, parts)
+    return [quotient + (part < rest) for part in range(parts)]
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of the same rows as one `[rows, bytes]` message."""
+    return torch.cat([_as_bytes(tensor) for tensor in tensors], dim=1)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    width = tensor[0].numel() if len(tensor) else tensor.new_empty(1, *tensor.shape[1:]).numel()
+    return tensor.contiguous().view(len(tensor), width).view(torch.uint8)
+
+
+def _unpack(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors of a message, each with the dtype and trailing shape of its model in `like`."""
+    widths = [tensor.new_empty(1, *tensor.shape[1:]).numel() * tensor.element_size() for tensor in like]
+    columns = message.split(widths, dim=1)
+    return tuple(
+        column.contiguous().view(tensor.dtype).view(len(message), *tensor.shape[1:])
+        for column, tensor in zip(columns, like, strict=True)
+    )
+
+
+def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peers) -> tuple[Tensor, ...]:
+    """Every peer's rows, in peer order. Peer i brings `sizes[i]` rows."""
+    if peers.size == 1:
+        return tuple(tensors)
+    single = len(tensors) == 1
+    message = tensors[0].contiguous() if single else _pack(tensors)
+    longest = max(sizes)
+    out = message.new_empty(longest * peers.size, *message.shape[1:])
+    all_gather_single(out, _pad_rows(message, longest), group=peers.group)
+    if min(sizes) != longest:
+        out = torch.cat([part[:size] for part, size in zip(out.split(longest), sizes, strict=True)])
+    return (out,) if single else _unpack(out, tensors)
+
+
+def _pad_rows(rows: Tensor, length: int) -> Tensor:
+    if len(rows) == length:
+        return rows
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+
+
+def reduce_scatter_rows(
+    tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peers, dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    """This rank's rows of the sum over peers. Each tensor holds the union, `sum(sizes)` rows."""
+    if peers.size == 1:
+        return tuple(tensors)
+    longest = max(sizes)
+
+    def reduce(message: Tensor) -> Tensor:
+        if min(sizes) != longest:
+            message = torch.cat([_pad_rows(part, longest) for part in message.split(list(sizes))])
+        out = message.new_empty(longest, *message.shape[1:])
+        reduce_scatter_single(out, message, group=peers.group)
+        return out[: sizes[peers.index]]
+
+    return _reduced(tensors, dtype, reduce)
+
+
+def all_reduce_rows(tensors: Sequence[Tensor], peers: Peers, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """The sum over peers of tensors that every peer has a part of."""
+    if peers.size == 1:
+        return tuple(tensors)
+
+    def reduce(message: Tensor) -> Tensor:
+        message = message.clone()  # it may be the caller's own tensor
+        dist.all_reduce(message, group=peers.group)
+        return message
+
+    return _reduced(tensors, dtype, reduce)
+
+
+def _reduced(
+    tensors: Sequence[Tensor], dtype: torch.dtype | None, reduce: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, ...]:
+    """Runs `reduce` once per dtype, on tensors joined along their columns, in `dtype` where one is given."""
+    results: list[Tensor | None] = [None] * len(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_dtype.setdefault(dtype or tensor.dtype, []).append(place)
+    for wire_dtype, places in by_dtype.items():
+        columns = [tensors[place].flatten(1) for place in places]
+        joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        summed = reduce(joined.to(wire_dtype).contiguous())
+        widths = [tensors[place].flatten(1).shape[1] for place in places]
+        for place, column in zip(places, summed.split(widths, dim=1), strict=True):
+            model = tensors[place]
+            results[place] = column.to(model.dtype).reshape(len(column), *model.shape[1:])
+    return tuple(result for result in results if result is not None)
+
+
+def all_to_all_rows(
+    tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], peers: Peers
+) -> tuple[Tensor, ...]:
+    """Sends consecutive runs of rows to the peers, in peer order, and returns what they sent."""
+    if peers.size == 1:
+        return tuple(tensors)
+    single = len(tensors) == 1
+    message = tensors[0].contiguous() if single else _pack(tensors)
+    out = message.new_empty(sum(receive), *message.shape[1:])
+    dist.all_to_all_single(out, message, list(receive), list(send), group=peers.group)
+    return (out,) if single else _unpack(out, tensors)
+
+
+def block_sizes(whole: Peers, block: Peers, sizes: Sequence[int]) -> Sequence[int]:
+    """Of the sizes of all of `whole`'s own rows, those of the neighbours in `block`."""
+    first = whole.ranks.index(block.ranks[0])
+    return sizes[first : first + block.size]
+
+
+def block_rows(whole: Peers, block: Peers, sizes: Sequence[int]) -> tuple[int, int]:
+    """Where the rows of `block` start and stop among the rows of `whole`."""
+    start = sum(sizes[: whole.ranks.index(block.ranks[0])])
+    return start, start + sum(block_sizes(whole, block, sizes))

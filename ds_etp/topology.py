@@ -1,0 +1,98 @@
+"""Sizes to ranks and groups: pure arithmetic, no torch.
+
+The dense and the expert path lay the same ranks out differently:
+
+    dp  = world / (tp * cp * pp)     dense order,  fastest first: tp, cp, dp, pp
+    edp = world / (etp * ep * pp)    expert order, fastest first: etp, ep, edp, pp
+
+Pipeline stages are the slowest axis of both, so a stage holds the same ranks on either path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal, get_args
+
+from ds_etp.errors import ConfigError
+
+GroupKind = Literal["tp", "cp", "dp", "pp", "expt_tp", "ep", "expert_dp", "expert_model_parallel"]
+GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Parallel sizes of the dense path (tp, cp, pp) and of the expert path (etp, ep, pp).
+
+    Raises:
+        ConfigError: a size is below 1, or a path's sizes do not tile the world.
+    """
+
+    world: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    etp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world", "tp", "cp", "pp", "etp", "ep"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a size: parallel sizes are at least 1.")
+        for names in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
+            product = prod(getattr(self, name) for name in names)
+            if self.world % product:
+                sizes = " x ".join(f"{name} {getattr(self, name)}" for name in names)
+                raise ConfigError(f"{sizes} = {product} does not divide world {self.world}.")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the dense path."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the expert path: how many ranks hold the same expert shard."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    @property
+    def expert_model_parallel(self) -> int:
+        """EP x ETP: how many different expert shards one pipeline stage has."""
+        return self.etp * self.ep
+
+    def groups(self, kind: GroupKind) -> Groups:
+        """All groups of one kind, each a tuple of ranks in axis order, groups in rank order."""
+        return _groups(self, kind)
+
+    def group_of(self, kind: GroupKind, rank: int) -> tuple[int, ...]:
+        """The group of one kind that `rank` is in."""
+        return next(group for group in self.groups(kind) if rank in group)
+
+    def index_in(self, kind: GroupKind, rank: int) -> int:
+        """The place of `rank` in its group of one kind."""
+        return self.group_of(kind, rank).index(rank)
+
+
+@lru_cache(maxsize=256)
+def _groups(topology: Topology, kind: GroupKind) -> Groups:
+    dense = (("tp", topology.tp), ("cp", topology.cp), ("dp", topology.dp), ("pp", topology.pp))
+    expert = (("expt_tp", topology.etp), ("ep", topology.ep), ("expert_dp", topology.edp), ("pp", topology.pp))
+    if kind == "expert_model_parallel":
+        return _vary(expert, {"expt_tp", "ep"})
+    return _vary(dense if kind in dict(dense) else expert, {kind})
+
+
+def _vary(order: tuple[tuple[str, int], ...], axes: set[str]) -> Groups:
+    """Ranks that differ only along `axes`, where `order` names the axes from the fastest on."""
+    inner, outer = [0], [0]
+    stride = 1
+    for name, size in order:
+        offsets = range(0, stride * size, stride)
+        if name in axes:
+            inner = [base + offset for offset in offsets for base in inner]
+        else:
+            outer = [base + offset for offset in offsets for base in outer]
+        stride *= size
+    return tuple(sorted(tuple(start + offset for offset in inner) for start in outer))

@@ -1,0 +1,153 @@
+"""What DeepSpeed must be told about expert shards, so that ZeRO treats every one of them as distinct."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from torch import Tensor, nn
+
+from ds_etp.experts import Shard, adopt
+from ds_etp.groups import ExpertGroups, Peers
+
+# A group's own fields: these don't follow the group it was split from.
+_OWN_FIELDS = ("params", "name", "moe")
+
+
+def tag(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
+    """Marks parameters as expert shards of these groups.
+
+    `tensor_model_parallel` is set too: without it ZeRO-1/2 count only tensor-parallel rank 0's experts in
+    the gradient norm.
+    """
+    for parameter in parameters:
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.group_name = groups.name  # type: ignore[attr-defined]
+        parameter.ds_zero_partition_group_name = groups.name  # type: ignore[attr-defined]
+        parameter.ds_zero_placement_family = "autoep_expert"  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether `zero.Init` has partitioned a module's parameters."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGroup) -> None:
+    """Shards a module whose parameters `zero.Init` partitioned over the world, and partitions them anew.
+
+    The full module is gathered while it is sliced, one layer at a time; after that its parameters, the
+    same objects, are partitioned over `expert_dp`. Collective over the world.
+    """
+    named = dict(module.named_parameters())
+    convert = next(iter(named.values())).convert_to_zero_parameters  # type: ignore[attr-defined]
+    with zero.GatheredParameters(list(named.values())):
+        # Cloned even where the shard is the whole: the gathered tensor goes away with the context.
+        parts = {name: shard.slice(name, parameter.data).clone() for name, parameter in named.items()}
+    for name, parameter in named.items():
+        for attribute in [key for key in vars(parameter) if key.startswith("ds_")]:
+            if attribute not in ("ds_zero_partition_group_name", "ds_zero_placement_family"):
+                delattr(parameter, attribute)
+        parameter.ds_zero_partition_process_group = expert_dp  # type: ignore[attr-defined]
+        parameter.data = parts.pop(name)
+    convert(param_list=list(named.values()))
+    adopt(module, shard)
+    # ZeRO's parameter methods are closures in reference cycles that keep the old full tensors alive; they
+    # must not pile up over the layers.
+    gc.collect()
+
+
+def split_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Moves the expert parameters of optimizer param groups to groups of their own, as ZeRO-1/2 want.
+
+    Args:
+        groups: an optimizer's `param_groups`; changed in place, hyperparameters kept.
+
+    Returns:
+        `groups`, with a group marked `moe` after the others for each one that had experts.
+    """
+    if any(group.get("moe") for group in groups):
+        return groups
+    for place, group in enumerate(groups):
+        group.setdefault("name", f"group{place}")
+    groups[:] = [group for group in split_params_into_different_moe_groups_for_optimizer(groups) if group["params"]]
+    return groups
+
+
+class Following:
+    """Keeps an expert group's hyperparameters at those of the group it was split from.
+
+    A learning-rate scheduler made before `initialize` knows only the groups of that time, and would leave
+    the experts at their first rate for good. As an optimizer's step pre-hook this passes on what it
+    changes, until someone sets an expert group apart.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        sources = list(optimizer.param_groups)
+        owners = {id(parameter): group for group in sources for parameter in group["params"]}
+        split_param_groups(optimizer.param_groups)
+        self._pairs = [(owners[id(group["params"][0])], group) for group in optimizer.param_groups if group.get("moe")]
+        self._last = [self._settings(source) for source, _ in self._pairs]
+
+    @staticmethod
+    def _settings(group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in _OWN_FIELDS}
+
+    def __call__(self, *_: Any) -> None:
+        """Called by the optimizer before each step."""
+        for (source, group), last in zip(self._pairs, self._last, strict=True):
+            for key, value in self._settings(source).items():
+                if key in last and value != last[key] and group.get(key) == last[key]:
+                    group[key] = last[key] = value
+
+
+def split_optimizer(optimizer: Any) -> Any:
+    """Splits a client optimizer's param groups in place. Returns the optimizer."""
+    if any(group.get("moe") for group in optimizer.param_groups):
+        return optimizer
+    following = Following(optimizer)
+    if hasattr(optimizer, "register_step_pre_hook"):
+        optimizer.register_step_pre_hook(following)
+    return optimizer
+
+
+def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> Tensor:
+    """The 2-norm of all gradients of the whole model, for unpartitioned reduced gradients (stage 0).
+
+    Expert shards differ over the expert-model-parallel group and repeat over `expert_dp`; AutoTP's shards
+    differ over the tensor-parallel group; everything else repeats on every rank.
+
+    Returns:
+        A scalar on the gradients' device, without a host sync.
+    """
+    squares: dict[str, list[Tensor]] = {"expert": [], "tensor": [], "whole": []}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if is_moe_param(parameter):
+            kind = "expert"
+        elif getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+            kind = "tensor"
+        else:
+            kind = "whole"
+        squares[kind].append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square())
+    reference = next(tensor for tensors in squares.values() for tensor in tensors)
+    total = _summed(squares["whole"], reference)
+    total = total + _over(groups.expert_model_parallel, _summed(squares["expert"], reference))
+    total = total + _over(groups.tp, _summed(squares["tensor"], reference))
+    return total.sqrt()
+
+
+def _summed(squares: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(squares).sum() if squares else torch.zeros_like(like)
+
+
+def _over(peers: Peers, value: Tensor) -> Tensor:
+    if peers.size > 1:
+        dist.all_reduce(value, group=peers.group)
+    return value

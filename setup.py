@@ -1,0 +1,67 @@
+"""Package metadata. Settings of the development tools are in pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def tested(constant: str) -> str:
+    """A version from ds_etp/patches/versions.py, read as text: importing it would need the host libraries."""
+    text = (ROOT / "ds_etp" / "patches" / "versions.py").read_text(encoding="utf-8")
+    found = re.search(rf'^{constant}\s*(?::[^=]*)?=\s*"([^"]+)"', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"ds_etp/patches/versions.py has no {constant}")
+    return found.group(1)
+
+
+def up_to_patches_of(version: str) -> str:
+    """An upper bound that takes every patch release of `version`: "5.24" gives "<5.25"."""
+    major, minor = version.split(".")[:2]
+    return f"<{major}.{int(minor) + 1}"
+
+
+def pinned() -> list[str]:
+    """The requirements of the development environment; a source archive carries none."""
+    file = ROOT / "requirements-dev.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+setup(
+    name="ds-etp",
+    version="0.1.0",
+    description="Expert tensor parallelism for Hugging Face mixture-of-experts models under DeepSpeed",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["ds_etp", "ds_etp.*"]),
+    install_requires=[
+        # Ranges that were run: in `make test` the newest of each, in `make compat` the corners.
+        "torch>=2.13,<2.14",
+        f"deepspeed>={tested('DEEPSPEED_MIN')},<={tested('DEEPSPEED_MAX')}",
+        f"transformers>={tested('TRANSFORMERS_MIN')},{up_to_patches_of(tested('TRANSFORMERS_MAX'))}",
+        "packaging",
+        "pydantic>=2",
+        "rich",
+        "safetensors",
+    ],
+    extras_require={
+        "dev": pinned(),
+        "examples": ["accelerate", "datasets", "matplotlib", "tokenizers", "tqdm"],
+    },
+    entry_points={"console_scripts": ["ds-etp = ds_etp.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs the parity cases marked `compat` at the corners of the host range that setup.py claims, each in an environment of
+# its own under .compat/. By hand (`make compat`): it downloads two full environments.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python3}
+CORNERS=(
+    "0.19.5 5.15.0"
+    "0.19.8 5.0.0"
+)
+export OMP_NUM_THREADS=1
+
+# The versions in question, and what depends on them: an older transformers wants an older tokenizers.
+pins=$(grep -Ev '^(#|$|(deepspeed|transformers|tokenizers|datasets|matplotlib|ruff|mypy)==)' requirements-dev.txt)
+torch=$(grep '^torch==' <<<"$pins")
+
+for corner in "${CORNERS[@]}"; do
+    read -r deepspeed transformers <<<"$corner"
+    env=.compat/deepspeed-$deepspeed-transformers-$transformers
+    echo "== deepspeed $deepspeed, transformers $transformers"
+    if [ ! -e "$env/.installed" ]; then
+        rm -rf "$env"
+        "$PYTHON" -m venv "$env"
+        "$env/bin/python" -m pip install "$torch"
+        # shellcheck disable=SC2086  # one word for each requirement
+        "$env/bin/python" -m pip install $pins "deepspeed==$deepspeed" "transformers==$transformers"
+        touch "$env/.installed"
+    fi
+    # The package comes from the checkout: `python -m pytest` puts the working directory on the path, which PYTHONPATH
+    # hands on to the ranks that the tests start. PATH has the ninja that DeepSpeed compiles with.
+    PATH="$PWD/$env/bin:$PATH" PYTHONPATH="$PWD" TORCH_EXTENSIONS_DIR="$PWD/$env/torch_extensions" \
+        "$env/bin/python" -m pytest tests/parity -m compat
+done

@@ -1,0 +1,69 @@
+"""Small models of real Hugging Face classes, and batches for them. The same on every rank and in the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 96
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "output_router_logits": True,  # the auxiliary loss takes part in the parity
+    "use_cache": False,
+}
+# I is 16 where etp goes up to 4; E is 4 where ep goes up to 2.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"intermediate_size": 16, "num_local_experts": 4, "router_aux_loss_coef": 0.05}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+            "num_experts": 8,
+            "head_dim": 8,
+            "router_aux_loss_coef": 0.05,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 16, "num_experts": 4, "router_aux_loss_coef": 0.05}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 4,
+            "router_aux_loss_coef": 0.05,
+        },
+    ),
+}
+
+
+def make_config(family: str, **changes: Any) -> Any:
+    """The small config of a family, with changes."""
+    name, special = CONFIGS[family]
+    return getattr(transformers, name)(**{**_COMMON, **special, **changes})
+
+
+def make_model(family: str, seed: int = 7, implementation: str = "eager", **changes: Any) -> Any:
+    """A model with random weights from `seed`, spread enough that every expert is picked by some token."""
+    torch.manual_seed(seed)
+    config = make_config(family, **changes)
+    config._experts_implementation = implementation
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    return model
+
+
+def make_batch(step: int, data_rank: int, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+    """One micro batch of one data-parallel rank: `[rows, length]` token ids, labels alike."""
+    generator = torch.Generator().manual_seed(1000 * step + data_rank)
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}

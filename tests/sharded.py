@@ -1,0 +1,173 @@
+"""The recipe of an oracle run, trained by a real DeepSpeed engine with ds_etp, gathered back to full tensors.
+
+Everything here runs in worker processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor, nn
+
+import ds_etp
+from ds_etp.experts import ShardedExperts
+from tests.oracle import Recipe, Run
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is split.
+
+    Attributes:
+        world, tp, etp, ep: sizes.
+        stage: ZeRO stage.
+        zero_init: builds the model under `zero.Init`.
+        extra: entries that are merged over the DeepSpeed config, one level deep.
+    """
+
+    world: int
+    tp: int = 1
+    etp: int = 1
+    ep: int = 1
+    stage: int = 1
+    dtype: str = "fp32"
+    zero_init: bool = False
+    plan: str = "auto"
+    extra: tuple[tuple[str, Any], ...] = field(default=())
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the dense path."""
+        return self.world // self.tp
+
+
+def ds_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """The DeepSpeed config of a run."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": recipe.rows,
+        "gradient_accumulation_steps": recipe.accumulate,
+        "gradient_clipping": recipe.clip,
+        "optimizer": recipe.optimizer_config(),
+        "zero_optimization": {"stage": layout.stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "expert_tensor_parallel": {"etp_size": layout.etp, "ep_size": layout.ep, "plan": layout.plan},
+    }
+    if layout.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if layout.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": layout.tp}
+    for key, value in layout.extra:
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+def make_engine(recipe: Recipe, layout: Layout, **arguments: Any) -> Any:
+    """An engine with the recipe's model, ds_etp registered."""
+    ds_etp.register()
+    config = ds_config(recipe, layout)
+    if layout.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = recipe.model()
+    else:
+        model = recipe.model()
+    model.train()
+    if "optimizer" not in arguments:
+        arguments.setdefault("model_parameters", list(model.parameters()))
+    engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
+    return engine
+
+
+def train(recipe: Recipe, layout: Layout) -> Run | None:
+    """Trains the recipe on this process's rank. Rank 0 returns the run, in full tensors."""
+    engine = make_engine(recipe, layout)
+    run = run_steps(engine, recipe, layout)
+    engine.destroy()
+    return run if dist.get_rank() == 0 else None
+
+
+def run_steps(engine: Any, recipe: Recipe, layout: Layout) -> Run:
+    """Trains an engine for the recipe's steps and gathers what it did."""
+    run = Run()
+    data_rank = dist.get_rank() // layout.tp
+    device = engine.device
+    for step in range(recipe.steps):
+        total = torch.zeros((), device=device)
+        for micro in range(recipe.accumulate):
+            batch = {name: value.to(device) for name, value in recipe.batch(step, micro, data_rank).items()}
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            total += loss.detach() / recipe.accumulate
+            if micro == recipe.accumulate - 1 and step == recipe.steps - 1:
+                run.grads = full_tensors(engine, gradient)
+            engine.step()
+        # Tensor-parallel peers have the same loss, so the mean over the world is that over dp.
+        dist.all_reduce(total)
+        run.losses.append(total.item() / layout.world)
+        run.norms.append(float(engine.get_global_grad_norm()))
+    run.weights = full_tensors(engine, weight)
+    return run
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """A parameter's reduced gradient, before clipping, gathered over its ZeRO group."""
+    if parameter.grad is not None:
+        return parameter.grad
+    grad = safe_get_full_grad(parameter)
+    return torch.zeros(getattr(parameter, "ds_shape", parameter.shape)) if grad is None else grad
+
+
+def weight(parameter: nn.Parameter) -> Tensor:
+    """A parameter's master weight, gathered over its ZeRO group."""
+    if not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
+        return parameter.data
+    full: Tensor = safe_get_full_fp32_param(parameter)
+    return full
+
+
+def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
+    """Every parameter's `read` tensor under its Hugging Face name, gathered over tp, etp and ep.
+
+    Asserts on the way that replicas are bit-identical: experts over expert_dp, the rest over everything
+    that doesn't split it.
+    """
+    world = dist.get_world_size()
+    topology = engine.ds_etp.topology
+    experts = {
+        f"{path}.{name}": module.ds_etp_shard
+        for path, module in engine.module.named_modules()
+        if isinstance(module, ShardedExperts)
+        for name, _ in module.named_parameters()
+    }
+    full = {}
+    for name, parameter in engine.module.named_parameters():
+        tensor = read(parameter).detach().float().cpu().contiguous()
+        parts: list[Tensor] = [torch.empty(0)] * world
+        dist.all_gather_object(parts, tensor)
+        if name in experts:
+            _assert_identical(name, parts, topology.groups("expert_dp"))
+            block = topology.groups("expert_model_parallel")[0]
+            shards = [[parts[rank] for rank in block[i : i + topology.etp]] for i in range(0, len(block), topology.etp)]
+            full[name] = experts[name].layout.parameters[name.rpartition(".")[2]].unshard(shards)
+            continue
+        meta = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
+        dim = (meta or {}).get("partition_dim")
+        if dim is None:
+            _assert_identical(name, parts, [tuple(range(world))])
+            full[name] = parts[0]
+        else:
+            _assert_identical(name, parts, topology.groups("dp"))
+            full[name] = torch.cat([parts[rank] for rank in topology.groups("tp")[0]], dim)
+    return full
+
+
+def _assert_identical(name: str, parts: list[Tensor], groups: Any) -> None:
+    digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in parts]
+    for group in groups:
+        assert len({digests[rank] for rank in group}) == 1, f"{name} differs between the replicas {group}"

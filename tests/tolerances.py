@@ -1,0 +1,34 @@
+"""How far a sharded run may be from the unsharded one, and why."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.oracle import Run
+
+# fp32: the same sums in another order. One rounding is 6e-8 relative; a loss or a norm is a sum of many.
+LOSS = 1e-6
+NORM = 1e-6
+# A single small entry of a gradient can cancel, so tensors are measured against their largest entry.
+TENSOR = 1e-5
+
+
+def assert_equal_runs(run: Run, oracle: Run, *, loss: float = LOSS, norm: float = NORM, tensor: float = TENSOR) -> None:
+    """Losses, norms, every gradient and every weight of two runs."""
+    for kind, got, wanted, limit in (
+        ("loss", run.losses, oracle.losses, loss),
+        ("norm", run.norms, oracle.norms, norm),
+    ):
+        assert len(got) == len(wanted)
+        for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            assert abs(a - b) <= limit * abs(b), (
+                f"{kind} of step {step}: {a} instead of {b} ({abs(a - b) / abs(b):.1e})"
+            )
+    for kind, got, wanted in (("gradient", run.grads, oracle.grads), ("weight", run.weights, oracle.weights)):
+        assert set(got) == set(wanted), set(got) ^ set(wanted)
+        for name, reference in wanted.items():
+            assert got[name].shape == reference.shape, f"{kind} of {name}: {got[name].shape}, not {reference.shape}"
+            largest = reference.abs().max().clamp(min=1e-12)
+            error = ((got[name] - reference).abs().max() / largest).item()
+            assert error <= tensor, f"{kind} of {name} is off by {error:.1e} of its largest entry"
+            assert torch.isfinite(got[name]).all()

@@ -1,0 +1,186 @@
+"""Holds the shape of the package: floors, no torch below F2, host internals under patches/, small files."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "ds_etp"
+ROOT = Path(__file__).parents[2] / PACKAGE
+MAX_LINES = 320
+
+FLOORS = {  # a file imports only from floors below its own, or within it without a cycle
+    "errors": 0,
+    "topology": 0,
+    "wire": 0,
+    "config": 1,
+    "planner": 1,
+    "groups": 2,
+    "rows": 2,
+    "collectives": 2,
+    "layouts": 3,
+    "plans": 3,
+    "experts": 3,
+    "zero": 4,
+    "checkpoint": 4,
+    "patches": 5,
+    "extension": 6,
+    "cli": 6,
+    "__init__": 7,
+    "__main__": 7,
+}
+TORCH_FREE = (0, 1)
+HOSTS = ("deepspeed", "transformers", "accelerate")
+# DeepSpeed's registry of process groups is module state of the host: few files may reach for it.
+HOST_GROUPS = "deepspeed.utils.groups"
+HOST_GROUPS_USERS = ("groups", "zero", "extension", "patches")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `module` is dotted and absolute, `name` what is taken from it ("" for a plain import)."""
+
+    module: str
+    name: str
+    line: int
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+def module_name(path: Path, root: Path = ROOT) -> str:
+    """The dotted name of a file: `ds_etp.patches` for patches/__init__.py."""
+    parts = (root.name, *path.relative_to(root).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+    """Every import of a file, also those inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, "", node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")
+            base = base[: len(base) - node.level + is_package] if node.level else []
+            origin = ".".join([*base, node.module] if node.module else base)
+            for alias in node.names:
+                yield Import(origin, alias.name, node.lineno)
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+MODULES = {module_name(path): path for path in FILES}
+IMPORTS = {
+    module: list(imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
+    for module, path in MODULES.items()
+}
+by_file = pytest.mark.parametrize("module", MODULES, ids=str)
+
+
+def component(module: str) -> str:
+    """The part of the package a module belongs to: `patches` for ds_etp.patches.base, `__init__` for ds_etp."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def own_target(entry: Import) -> str | None:
+    """The module of this package that an import runs, or None for an import from elsewhere."""
+    if entry.module.split(".")[0] != PACKAGE:
+        return None
+    return entry.dotted if entry.dotted in MODULES else entry.module
+
+
+@by_file
+def test_every_file_has_a_floor(module: str) -> None:
+    assert component(module) in FLOORS, f"{module}: add it to FLOORS, and to the design"
+
+
+@by_file
+def test_imports_go_down(module: str) -> None:
+    floor = FLOORS[component(module)]
+    for entry in IMPORTS[module]:
+        target = own_target(entry)
+        if target is not None:
+            assert FLOORS[component(target)] <= floor, f"{module}:{entry.line} imports {target} from a floor above"
+
+
+def test_no_cycles() -> None:
+    graph = {
+        module: {target for entry in entries if (target := own_target(entry)) not in (None, module)}
+        for module, entries in IMPORTS.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+@by_file
+def test_no_torch_on_the_lowest_floors(module: str) -> None:
+    if FLOORS[component(module)] in TORCH_FREE:
+        heavy = {"torch", *HOSTS} & {entry.module.split(".")[0] for entry in IMPORTS[module]}
+        assert not heavy, f"{module} imports {sorted(heavy)}"
+
+
+@pytest.mark.parametrize("module", ["ds_etp", "ds_etp.config", "ds_etp.topology", "ds_etp.cli"])
+def test_importing_stays_light(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {('torch', *HOSTS)!r} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]", f"import {module} pulled in {result.stdout.strip()}"
+
+
+@by_file
+def test_host_internals_only_under_patches(module: str) -> None:
+    if component(module) == "patches":
+        return
+    for entry in IMPORTS[module]:
+        parts = entry.dotted.split(".")
+        if parts[0] in HOSTS:
+            private = [part for part in parts[1:] if part.startswith("_")]
+            assert not private, f"{module}:{entry.line} imports {entry.dotted}: private names belong under patches/"
+
+
+@by_file
+def test_few_files_touch_deepspeeds_groups(module: str) -> None:
+    if component(module) not in HOST_GROUPS_USERS:
+        taken = [entry.line for entry in IMPORTS[module] if f"{entry.dotted}.".startswith(f"{HOST_GROUPS}.")]
+        assert not taken, f"{module}:{taken} imports {HOST_GROUPS}"
+
+
+@by_file
+def test_files_stay_small(module: str) -> None:
+    lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+    assert lines < MAX_LINES, f"{module} has {lines} lines: split it"
+
+
+def test_the_walls_are_tested() -> None:
+    """The reader of imports sees what it must: nested, relative and renamed imports."""
+    source = (
+        "import torch as t\nimport a.b, c\nfrom deepspeed.runtime import _x as y\n"
+        "def f():\n    from . import base\n    from ..errors import ConfigError\n"
+    )
+    found = [(entry.dotted, entry.line) for entry in imports(source, "ds_etp.patches.deepspeed")]
+    assert found == [
+        ("torch", 1),
+        ("a.b", 2),
+        ("c", 2),
+        ("deepspeed.runtime._x", 3),
+        ("ds_etp.patches.base", 5),
+        ("ds_etp.errors.ConfigError", 6),
+    ]
+    package = [entry.dotted for entry in imports("from . import base\n", "ds_etp.patches", is_package=True)]
+    assert package == ["ds_etp.patches.base"]
+    assert component("ds_etp.patches.base") == "patches"
+    assert component("ds_etp") == "__init__"
+    assert own_target(Import("torch.nn", "Module", 1)) is None
+    assert own_target(Import("ds_etp.errors", "ConfigError", 1)) == "ds_etp.errors"
