@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as host_groups
-from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_etp import config as block_config
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
-from ds_etp.groups import ExpertGroups
+from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.layouts import ExpertsLayout, find_experts, read_layout
+from ds_etp.log import log_table
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.autotp import plan_without_experts
 from ds_etp.patches.engine import engine_patches
@@ -64,6 +64,7 @@ class _Events:
         _refuse_other_axes(engine)
         topology = block_config.resolve(block, world=world, tp=tp)
         block_config.check_plan(block, topology)
+        check_name(topology)
         engine.ds_etp = Extension(block, topology)
 
     @contextmanager
@@ -169,18 +170,14 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
 
 
 def _log(extension: Extension) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("size", "value", title="expert tensor parallelism")
-    for name, value in block_config.layout_table(extension.topology, extension.block):
-        table.add_row(name, value)
-    table.add_row("plan used", choose_plan(extension.topology, extension.block.plan))
-    table.add_row("experts modules", str(len(extension.layouts)))
-    console = Console(width=60)
-    with console.capture() as capture:
-        console.print(table)
-    log_dist("ds_etp\n" + capture.get(), ranks=[0])
+    if dist.get_rank() != 0:
+        return
+    topology, block = extension.topology, extension.block
+    rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
+    chosen = choose_plan(topology, block.plan)
+    rows.append(("plan", f"{chosen} (auto)" if block.plan == "auto" else chosen))
+    rows.append(("experts modules", str(len(extension.layouts))))
+    log_table("expert tensor parallelism", rows)
 
 
 _PATCHES = engine_patches(_Events())

@@ -55,6 +55,30 @@ def group_name(topology: Topology) -> str:
     return f"ep_size_{topology.expert_model_parallel}"
 
 
+def _key(topology: Topology) -> tuple[int, int, int]:
+    """What the ranks of an entry follow from."""
+    return topology.world, topology.expert_model_parallel, topology.pp
+
+
+def check_name(topology: Topology) -> None:
+    """Refuses a topology whose entry in DeepSpeed's table is taken by other groups.
+
+    Raises:
+        ConfigError: on every rank alike, as every rank has the same table.
+    """
+    name = group_name(topology)
+    registered, entry = host._EXPERT_PARALLEL_GROUP.get(name), _host_entries.get(name)
+    ours = entry is not None and entry.model_parallel is registered and entry.topology == _key(topology)
+    if registered is not None and not ours:
+        raise config_error(
+            "expert_tensor_parallel.ep_size",
+            topology.ep,
+            f"needs DeepSpeed's expert group {name!r} (ep {topology.ep} x etp {topology.etp} = "
+            f"{topology.expert_model_parallel}), which a DeepSpeed MoE layer or another engine of this process has",
+            works="sizes with another product ep x etp, or this layout after the other engine's destroy()",
+        )
+
+
 class ExpertGroups:
     """The process groups of one engine's expert path.
 
@@ -93,13 +117,12 @@ class ExpertGroups:
 
     def _claim_host_entry(self) -> _HostEntry:
         topology, rank = self.topology, dist.get_rank()
-        key = (topology.world, topology.expert_model_parallel, topology.pp)
+        check_name(topology)
         entry = _host_entries.get(self.name)
-        registered = host._get_expert_parallel_group_dict().get(self.name)
-        if registered is None:
+        if entry is None or self.name not in host._EXPERT_PARALLEL_GROUP:
             # Nothing there, or what we once put there went when the process group was torn down.
             entry = _HostEntry(
-                key,
+                _key(topology),
                 _make_groups(topology.groups("expert_model_parallel"), rank),
                 _make_groups(topology.groups("expert_dp"), rank),
             )
@@ -108,19 +131,15 @@ class ExpertGroups:
             host._EXPERT_DATA_PARALLEL_GROUP[self.name] = entry.data_parallel
             host._EXPERT_PARALLEL_GROUP_RANKS[self.name] = list(topology.group_of("expert_model_parallel", rank))
             host._EXPERT_DATA_PARALLEL_GROUP_RANKS[self.name] = list(topology.group_of("expert_dp", rank))
-        elif entry is None or entry.model_parallel is not registered or entry.topology != key:
-            raise config_error(
-                "expert_tensor_parallel.ep_size",
-                topology.ep,
-                f"needs DeepSpeed's expert group {self.name!r} (ep {topology.ep} x etp {topology.etp} = "
-                f"{topology.expert_model_parallel}), which another engine of this process uses for other ranks",
-                works="sizes with another product ep x etp, or this layout after the other engine's destroy()",
-            )
         entry.holders.add(id(self))
         return entry
 
     def destroy(self) -> None:
         """Takes down what this owner made. Calling it twice does nothing more."""
+        if not dist.is_initialized():
+            self._private.clear()
+            _host_entries.pop(self.name, None)
+            return
         for group in self._private:
             dist.destroy_process_group(group)
         self._private.clear()

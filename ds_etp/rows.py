@@ -10,6 +10,7 @@ ignores the group it is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -34,16 +35,23 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    width = tensor[0].numel() if len(tensor) else tensor.new_empty(1, *tensor.shape[1:]).numel()
-    return tensor.contiguous().view(len(tensor), width).view(torch.uint8)
+    rows = tensor.reshape(len(tensor), _width(tensor))
+    # `contiguous()` lets any stride pass where a dimension has one entry; a view of another dtype doesn't.
+    dense = rows if rows.stride() == (rows.shape[1], 1) else rows.clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8)
+
+
+def _width(tensor: Tensor) -> int:
+    """Elements of one row, also of a tensor that has none."""
+    return prod(tensor.shape[1:])
 
 
 def _unpack(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of a message, each with the dtype and trailing shape of its model in `like`."""
-    widths = [tensor.new_empty(1, *tensor.shape[1:]).numel() * tensor.element_size() for tensor in like]
-    columns = message.split(widths, dim=1)
+    columns = message.split([_width(tensor) * tensor.element_size() for tensor in like], dim=1)
     return tuple(
-        column.contiguous().view(tensor.dtype).view(len(message), *tensor.shape[1:])
+        # A copy of its own, for its alignment: one row may start at any byte of the message.
+        column.clone(memory_format=torch.contiguous_format).view(tensor.dtype).view(len(message), *tensor.shape[1:])
         for column, tensor in zip(columns, like, strict=True)
     )
 

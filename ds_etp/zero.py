@@ -41,25 +41,24 @@ def is_partitioned(module: nn.Module) -> bool:
 def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGroup) -> None:
     """Shards a module whose parameters `zero.Init` partitioned over the world, and partitions them anew.
 
-    The full module is gathered while it is sliced, one layer at a time; after that its parameters, the
-    same objects, are partitioned over `expert_dp`. Collective over the world.
+    One parameter at a time is gathered while it is sliced: with its shard beside it, that is less than one
+    full layer. The parameter objects stay; they are partitioned over `expert_dp`. Collective over the world.
     """
-    named = dict(module.named_parameters())
-    convert = next(iter(named.values())).convert_to_zero_parameters  # type: ignore[attr-defined]
-    with zero.GatheredParameters(list(named.values())):
-        # Cloned even where the shard is the whole: the gathered tensor goes away with the context.
-        parts = {name: shard.slice(name, parameter.data).clone() for name, parameter in named.items()}
-    for name, parameter in named.items():
+    for name, parameter in module.named_parameters():
+        convert = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]
+        with zero.GatheredParameters([parameter]):
+            part = shard.slice(name, parameter.data)
         for attribute in [key for key in vars(parameter) if key.startswith("ds_")]:
             if attribute not in ("ds_zero_partition_group_name", "ds_zero_placement_family"):
                 delattr(parameter, attribute)
         parameter.ds_zero_partition_process_group = expert_dp  # type: ignore[attr-defined]
-        parameter.data = parts.pop(name)
-    convert(param_list=list(named.values()))
+        parameter.data = part
+        del part
+        convert(param_list=[parameter])
+        # ZeRO's parameter methods are closures in reference cycles that keep the old full tensor alive; they
+        # must not pile up over the layers.
+        gc.collect()
     adopt(module, shard)
-    # ZeRO's parameter methods are closures in reference cycles that keep the old full tensors alive; they
-    # must not pile up over the layers.
-    gc.collect()
 
 
 def split_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,7 +78,7 @@ def split_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return groups
 
 
-class Following:
+class _Following:
     """Keeps an expert group's hyperparameters at those of the group it was split from.
 
     A learning-rate scheduler made before `initialize` knows only the groups of that time, and would leave
@@ -87,12 +86,9 @@ class Following:
     changes, until someone sets an expert group apart.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        sources = list(optimizer.param_groups)
-        owners = {id(parameter): group for group in sources for parameter in group["params"]}
-        split_param_groups(optimizer.param_groups)
-        self._pairs = [(owners[id(group["params"][0])], group) for group in optimizer.param_groups if group.get("moe")]
-        self._last = [self._settings(source) for source, _ in self._pairs]
+    def __init__(self, owner: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        self._owner, self._pairs = owner, pairs
+        self._last = [self._settings(source) for source, _ in pairs]
 
     @staticmethod
     def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -100,20 +96,39 @@ class Following:
 
     def __call__(self, *_: Any) -> None:
         """Called by the optimizer before each step."""
+        # Schedulers look here to see whether they are called in the right order.
+        self._owner._opt_called = True  # type: ignore[attr-defined]
         for (source, group), last in zip(self._pairs, self._last, strict=True):
             for key, value in self._settings(source).items():
                 if key in last and value != last[key] and group.get(key) == last[key]:
                     group[key] = last[key] = value
 
 
-def split_optimizer(optimizer: Any) -> Any:
-    """Splits a client optimizer's param groups in place. Returns the optimizer."""
+def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A client optimizer with the experts in param groups of their own.
+
+    The client's object keeps the groups it has, which a scheduler made before counts on (torch 2.13 refuses
+    to step one that finds more groups than it was made with), and loses its experts to the returned one,
+    which shares everything else with it: the group dicts, the state, the class.
+
+    Args:
+        optimizer: a client's, with expert parameters among its groups.
+
+    Returns:
+        The optimizer to step. The client's own, where its groups are marked `moe` already.
+    """
     if any(group.get("moe") for group in optimizer.param_groups):
         return optimizer
-    following = Following(optimizer)
-    if hasattr(optimizer, "register_step_pre_hook"):
-        optimizer.register_step_pre_hook(following)
-    return optimizer
+    sources = list(optimizer.param_groups)
+    owners = {id(parameter): group for group in sources for parameter in group["params"]}
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    # A scheduler wraps `step` on the instance; the wrapper would step the client's object.
+    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)(optimizer._optimizer_step_pre_hooks)
+    twin.param_groups = split_param_groups(list(sources))
+    pairs = [(owners[id(group["params"][0])], group) for group in twin.param_groups if group.get("moe")]
+    twin.register_step_pre_hook(_Following(optimizer, pairs))
+    return twin
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> Tensor:

@@ -67,3 +67,15 @@ def make_batch(step: int, data_rank: int, rows: int = 2, length: int = 12) -> di
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
     ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def pin_experts(model: Any, experts: tuple[int, ...]) -> None:
+    """Sends every token to the same experts. The routers' weights stay in use, and in the gradient."""
+
+    def forward_hook(module: torch.nn.Module, args: Any, outputs: Any) -> Any:
+        logits, weights, index = outputs
+        return logits, weights, torch.tensor(experts, device=index.device).expand_as(index).contiguous()
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(forward_hook)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models import make_batch, make_model
+from tests.models import make_batch, make_model, pin_experts
 
 # AdamW divides each entry by its own size, down to eps. With the usual 1e-8 an entry whose gradient is all
 # rounding takes a full step in a random direction, in any two runs that sum in another order. Typical
@@ -29,6 +29,9 @@ class Recipe:
         rows: sequences a micro batch.
         clip: the gradient clipping threshold; 0 for none.
         changes: changes to the model's config, as items.
+        loss: `labels` for the model's own; `logits` for one that a single token has too.
+        pinned: expert indices that every token is sent to, whatever its router says.
+        checkpointing: activation checkpointing, `reentrant` or `plain`; nothing where empty.
     """
 
     family: str = "mixtral"
@@ -42,10 +45,27 @@ class Recipe:
     implementation: str = "eager"
     changes: tuple[tuple[str, Any], ...] = ()
     seed: int = 7
+    loss: str = "labels"
+    pinned: tuple[int, ...] = ()
+    checkpointing: str = ""
 
     def model(self) -> Any:
         """The model at its start."""
-        return make_model(self.family, self.seed, self.implementation, **dict(self.changes))
+        model = make_model(self.family, self.seed, self.implementation, **dict(self.changes))
+        if self.pinned:
+            pin_experts(model, self.pinned)
+        if self.checkpointing:
+            arguments = {"use_reentrant": self.checkpointing == "reentrant"}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+            model.enable_input_require_grads()
+        return model
+
+    def compute_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        """The loss of one micro batch; `model` may be an engine."""
+        if self.loss == "labels":
+            loss: Tensor = model(**batch).loss
+            return loss
+        return model(input_ids=batch["input_ids"]).logits.float().square().mean()
 
     def batch(self, step: int, micro: int, data_rank: int) -> dict[str, Tensor]:
         """One micro batch of one data-parallel rank."""
@@ -87,7 +107,7 @@ def train_unsharded(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Run:
         total = 0.0
         for micro in range(recipe.accumulate):
             for data_rank in range(recipe.dp):
-                loss = model(**recipe.batch(step, micro, data_rank)).loss
+                loss = recipe.compute_loss(model, recipe.batch(step, micro, data_rank))
                 (loss / (recipe.dp * recipe.accumulate)).backward()
                 total += loss.item() / (recipe.dp * recipe.accumulate)
         for parameter in model.parameters():

@@ -5,6 +5,7 @@ Everything here runs in worker processes.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import ds_etp
 from ds_etp.experts import ShardedExperts
+from ds_etp.topology import Topology
 from tests.oracle import Recipe, Run
 
 
@@ -28,6 +30,8 @@ class Layout:
         world, tp, etp, ep: sizes.
         stage: ZeRO stage.
         zero_init: builds the model under `zero.Init`.
+        plan: the block's plan.
+        with_block: whether the config has our block; without, the run is plain DeepSpeed.
         extra: entries that are merged over the DeepSpeed config, one level deep.
     """
 
@@ -39,6 +43,7 @@ class Layout:
     dtype: str = "fp32"
     zero_init: bool = False
     plan: str = "auto"
+    with_block: bool = True
     extra: tuple[tuple[str, Any], ...] = field(default=())
 
     @property
@@ -57,8 +62,9 @@ def ds_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
         "zero_optimization": {"stage": layout.stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "expert_tensor_parallel": {"etp_size": layout.etp, "ep_size": layout.ep, "plan": layout.plan},
     }
+    if layout.with_block:
+        config["expert_tensor_parallel"] = {"etp_size": layout.etp, "ep_size": layout.ep, "plan": layout.plan}
     if layout.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     if layout.tp > 1:
@@ -72,16 +78,27 @@ def make_engine(recipe: Recipe, layout: Layout, **arguments: Any) -> Any:
     """An engine with the recipe's model, ds_etp registered."""
     ds_etp.register()
     config = ds_config(recipe, layout)
-    if layout.zero_init:
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = recipe.model()
-    else:
-        model = recipe.model()
+    model = built_partitioned(recipe, config) if layout.zero_init else recipe.model()
     model.train()
     if "optimizer" not in arguments:
         arguments.setdefault("model_parameters", list(model.parameters()))
     engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
     return engine
+
+
+def built_partitioned(recipe: Recipe, config: dict[str, Any]) -> Any:
+    """The recipe's model, built under `zero.Init`, with the weights it has when built normally."""
+    # First, for its import too: a class that is defined inside zero.Init loses its decorators on the way out.
+    values = dict(recipe.model().named_parameters())
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = recipe.model()
+    for name, parameter in model.named_parameters():
+        # transformers initializes weights after zero.Init has taken them apart, so they hold nothing yet.
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(values[name].data)
+    values.clear()
+    gc.collect()
+    return model
 
 
 def train(recipe: Recipe, layout: Layout) -> Run | None:
@@ -101,7 +118,7 @@ def run_steps(engine: Any, recipe: Recipe, layout: Layout) -> Run:
         total = torch.zeros((), device=device)
         for micro in range(recipe.accumulate):
             batch = {name: value.to(device) for name, value in recipe.batch(step, micro, data_rank).items()}
-            loss = engine(**batch).loss
+            loss = recipe.compute_loss(engine, batch)
             engine.backward(loss)
             total += loss.detach() / recipe.accumulate
             if micro == recipe.accumulate - 1 and step == recipe.steps - 1:
@@ -115,19 +132,19 @@ def run_steps(engine: Any, recipe: Recipe, layout: Layout) -> Run:
     return run
 
 
+def _has_master(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+
+
 def gradient(parameter: nn.Parameter) -> Tensor:
     """A parameter's reduced gradient, before clipping, gathered over its ZeRO group."""
-    if parameter.grad is not None:
-        return parameter.grad
-    grad = safe_get_full_grad(parameter)
+    grad = safe_get_full_grad(parameter) if _has_master(parameter) else parameter.grad
     return torch.zeros(getattr(parameter, "ds_shape", parameter.shape)) if grad is None else grad
 
 
 def weight(parameter: nn.Parameter) -> Tensor:
     """A parameter's master weight, gathered over its ZeRO group."""
-    if not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
-        return parameter.data
-    full: Tensor = safe_get_full_fp32_param(parameter)
+    full: Tensor = safe_get_full_fp32_param(parameter) if _has_master(parameter) else parameter.data
     return full
 
 
@@ -138,7 +155,7 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
     that doesn't split it.
     """
     world = dist.get_world_size()
-    topology = engine.ds_etp.topology
+    topology = engine.ds_etp.topology if "ds_etp" in vars(engine) else Topology(world)
     experts = {
         f"{path}.{name}": module.ds_etp_shard
         for path, module in engine.module.named_modules()

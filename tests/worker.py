@@ -19,6 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 
 import ds_etp
@@ -80,4 +81,7 @@ def _reset() -> None:
     groups.expert_tensor_parallel_world_size = 1
     deepspeed.zero.partition_parameters.Init.num_persisted_elements = 0
     deepspeed.zero.partition_parameters.Init.num_persisted_parameters = 0
+    deepspeed.zero.partition_parameters.Init.param_id = 0
+    # A counter in a default argument. Ranks that sat out a smaller case would disagree with the others.
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     gc.collect()

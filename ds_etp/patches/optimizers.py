@@ -30,7 +30,7 @@ def give_experts_their_groups(engine: Any) -> None:
                     groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
                     model_parameters = split_param_groups(groups)
             elif hasattr(client_optimizer, "param_groups"):
-                split_optimizer(client_optimizer)
+                client_optimizer = split_optimizer(client_optimizer)
             else:
                 build = client_optimizer
 

@@ -52,8 +52,10 @@ def on_destroy(engine: Any, release: Callable[[], None]) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def destroy() -> None:
-            original()
-            release()
+            try:
+                original()
+            finally:
+                release()
 
         return destroy
 

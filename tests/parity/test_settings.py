@@ -1,0 +1,124 @@
+"""Parity under the settings people train with: each over the ZeRO stages it touches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launcher import Launcher
+from tests.oracle import Recipe, train_unsharded
+from tests.sharded import Layout, train
+from tests.tolerances import assert_equal_runs
+
+STAGES = [0, 1, 2, 3]
+
+
+def check(launcher: Launcher, recipe: Recipe, layout: Layout) -> None:
+    """Trains sharded and unsharded, and compares everything."""
+    run = launcher.run(layout.world, train, recipe=recipe, layout=layout)[0]
+    assert_equal_runs(run, train_unsharded(recipe))
+
+
+@pytest.mark.parametrize("split", [(1, 2, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_forced_alltoall(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
+    """The general plan also where `auto` would take the replicated one."""
+    tp, etp, ep = split
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan="alltoall")
+    check(launcher, Recipe(dp=layout.dp), layout)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("split", [(2, 2, 1), (1, 2, 2)], ids=str)
+def test_experts_implementations(launcher: Launcher, implementation: str, split: tuple[int, int, int]) -> None:
+    """The family's forward runs on the shard under the implementation the user chose."""
+    tp, etp, ep = split
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=1)
+    check(launcher, Recipe(family="qwen3_moe", dp=layout.dp, implementation=implementation), layout)
+
+
+def test_shared_experts(launcher: Launcher) -> None:
+    """Shared experts (Qwen2-MoE) are AutoTP's to split, and stay out of ours."""
+    check(launcher, Recipe(family="qwen2_moe", dp=2), Layout(world=4, tp=2, etp=2, ep=2, stage=2))
+
+
+def test_family_whose_attention_autotp_refuses(launcher: Launcher) -> None:
+    """AutoTP knows no `rowwise_split_input`, which OLMoE's attention asks for: experts split without tp."""
+    check(launcher, Recipe(family="olmoe", dp=4), Layout(world=4, etp=2, ep=2, stage=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_with_uneven_batches(launcher: Launcher, stage: int) -> None:
+    """Two micro batches a step; ranks of one expert group hold sequences of different length."""
+    recipe = Recipe(dp=4, accumulate=2, lengths=(12, 5, 9, 3))
+    check(launcher, recipe, Layout(world=4, etp=2, ep=2, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_clipping(launcher: Launcher, stage: int) -> None:
+    """The true norm is reported without clipping too."""
+    check(launcher, Recipe(dp=2, clip=0.0, steps=2), Layout(world=4, tp=2, etp=4, stage=stage))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_offload(launcher: Launcher, stage: int, optimizer: str) -> None:
+    """Optimizer states and master weights on the host."""
+    offload = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    layout = Layout(world=4, tp=2, etp=2, ep=2, stage=stage, extra=(("zero_optimization", offload),))
+    check(launcher, Recipe(dp=2, optimizer=optimizer), layout)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "plain"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_activation_checkpointing(launcher: Launcher, stage: int, checkpointing: str) -> None:
+    """Recomputation runs the dispatch again, in the same order on every rank."""
+    recipe = Recipe(dp=2, checkpointing=checkpointing)
+    check(launcher, recipe, Layout(world=4, tp=2, etp=2, ep=2, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("split", [(1, 2, 2), (1, 1, 4), (2, 4, 1), (2, 2, 2)], ids=str)
+def test_experts_nobody_picks(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
+    """All tokens go to experts 0 and 1, so under ep some ranks get no token at all."""
+    tp, etp, ep = split
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage)
+    check(launcher, Recipe(dp=layout.dp, pinned=(0, 1)), layout)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "plain"])
+def test_experts_nobody_picks_recomputed(launcher: Launcher, checkpointing: str) -> None:
+    """Ranks without tokens take part in the recomputation's messages too."""
+    recipe = Recipe(dp=4, pinned=(2, 3), checkpointing=checkpointing)
+    check(launcher, recipe, Layout(world=4, etp=2, ep=2, stage=2))
+
+
+@pytest.mark.parametrize("split", [(1, 2, 2), (2, 2, 1), (4, 2, 1), (4, 1, 2), (2, 4, 1)], ids=str)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_token(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
+    """A batch of one token: with tensor parallelism some peers own none."""
+    tp, etp, ep = split
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage)
+    recipe = Recipe(dp=layout.dp, rows=1, lengths=(1,), loss="logits")
+    check(launcher, recipe, layout)
+
+
+@pytest.mark.parametrize(
+    ("split", "stage"),
+    [((2, 4, 1), 1), ((4, 2, 2), 2), ((2, 2, 2), 3), ((8, 2, 1), 1), ((8, 2, 1), 3), ((1, 4, 2), 0), ((2, 4, 2), 2)],
+    ids=str,
+)
+def test_eight_ranks(launcher: Launcher, split: tuple[int, int, int], stage: int) -> None:
+    """Layouts that need more ranks, the classic tp 8, etp 2 among them; expert_dp groups of more than one."""
+    tp, etp, ep = split
+    layout = Layout(world=8, tp=tp, etp=etp, ep=ep, stage=stage)
+    changes = (("num_attention_heads", 8), ("num_key_value_heads", 8))
+    check(launcher, Recipe(dp=layout.dp, changes=changes, optimizer="adamw"), layout)
+
+
+@pytest.mark.parametrize("split", [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_zero_init(launcher: Launcher, split: tuple[int, int, int], optimizer: str) -> None:
+    """A model that was built partitioned, with no parameter small enough to stay whole."""
+    tp, etp, ep = split
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=3, zero_init=True)
+    check(launcher, Recipe(dp=layout.dp, optimizer=optimizer), layout)

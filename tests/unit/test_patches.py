@@ -1,0 +1,238 @@
+"""Patching a host and taking it back, and which releases of the hosts are let in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ds_etp.errors import ConfigError
+from ds_etp.patches import versions
+from ds_etp.patches.base import MethodPatch, override
+from ds_etp.patches.versions import check_host_versions
+
+# MethodPatch
+
+
+class Base:
+    """A host's base class."""
+
+    def inherited(self) -> str:
+        return "inherited"
+
+
+def make_host() -> Any:
+    """A fresh host class."""
+
+    class Host(Base):
+        def method(self, value: int = 1) -> str:
+            """The host's own words."""
+            return f"host {value}"
+
+    return Host
+
+
+def ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of these tests."""
+
+    def method(self: Any, value: int = 1) -> str:
+        return f"ours over {original(self, value)}"
+
+    return method
+
+
+def test_apply_and_revert() -> None:
+    host = make_host()
+    original = vars(host)["method"]
+    patch = MethodPatch(host, "method", ours)
+    assert not patch.applied
+    patch.apply()
+    assert patch.applied
+    assert host().method(3) == "ours over host 3"
+    patch.revert()
+    assert not patch.applied
+    assert vars(host)["method"] is original
+
+
+def test_apply_twice_patches_once() -> None:
+    host = make_host()
+    patch = MethodPatch(host, "method", ours)
+    patch.apply()
+    first = vars(host)["method"]
+    patch.apply()
+    assert vars(host)["method"] is first
+    assert host().method() == "ours over host 1"
+
+
+def test_a_second_patch_of_the_same_method_patches_once() -> None:
+    """Two copies of the package in one process (an editable one and another) don't stack."""
+    host = make_host()
+    original = vars(host)["method"]
+    first, second = MethodPatch(host, "method", ours), MethodPatch(host, "method", ours)
+    first.apply()
+    second.apply()
+    assert host().method() == "ours over host 1"
+    second.revert()
+    assert vars(host)["method"] is original
+
+
+def test_revert_without_apply_changes_nothing() -> None:
+    host = make_host()
+    original = vars(host)["method"]
+    patch = MethodPatch(host, "method", ours)
+    patch.revert()
+    patch.apply()
+    patch.revert()
+    patch.revert()
+    assert vars(host)["method"] is original
+
+
+def test_apply_again_after_revert() -> None:
+    host = make_host()
+    patch = MethodPatch(host, "method", ours)
+    patch.apply()
+    patch.revert()
+    patch.apply()
+    assert host().method() == "ours over host 1"
+
+
+@pytest.mark.parametrize("name", ["no_such_method", "inherited"])
+def test_a_method_the_host_does_not_define(name: str) -> None:
+    host = make_host()
+    with pytest.raises(RuntimeError, match=f"Host has no method {name}: its release is not one ds_etp knows"):
+        MethodPatch(host, name, ours).apply()
+    assert name not in vars(host)
+    assert Base().inherited() == "inherited"
+
+
+def test_someone_else_patched_over_ours() -> None:
+    """Taking ours out from under theirs isn't possible: theirs is left as it is."""
+    host = make_host()
+    patch = MethodPatch(host, "method", ours)
+    patch.apply()
+    below = vars(host)["method"]
+
+    def theirs(self: Any, value: int = 1) -> str:
+        return f"theirs over {below(self, value)}"
+
+    host.method = theirs
+    patch.revert()
+    assert vars(host)["method"] is theirs
+    assert host().method() == "theirs over ours over host 1"
+
+
+def test_ours_over_someone_elses() -> None:
+    host = make_host()
+
+    def theirs(self: Any, value: int = 1) -> str:
+        return f"theirs {value}"
+
+    host.method = theirs
+    patch = MethodPatch(host, "method", ours)
+    patch.apply()
+    assert host().method() == "ours over theirs 1"
+    patch.revert()
+    assert vars(host)["method"] is theirs
+
+
+# override
+
+
+def test_override_is_for_one_object() -> None:
+    host = make_host()
+    changed, sibling = host(), host()
+    override(changed, "method", lambda original: lambda value=1: f"changed {original(value)}")
+    assert changed.method(2) == "changed host 2"
+    assert sibling.method(2) == "host 2"
+    assert "method" not in vars(sibling)
+
+
+def test_override_shows_the_hosts_signature_and_words() -> None:
+    target = make_host()()
+    before = inspect.signature(target.method)
+    override(target, "method", lambda _: lambda *args, **kwargs: None)
+    assert inspect.signature(target.method) == before
+    assert target.method.__doc__ == "The host's own words."
+
+
+def test_overrides_stack() -> None:
+    target = make_host()()
+    override(target, "method", lambda original: lambda value=1: f"one {original(value)}")
+    override(target, "method", lambda original: lambda value=1: f"two {original(value)}")
+    assert target.method() == "two one host 1"
+
+
+# Host releases
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that given releases are installed: the check is arithmetic on their numbers."""
+
+    def pretend(deepspeed: str = "0.19.8", transformers: str = "5.24.0") -> None:
+        releases = {"deepspeed": deepspeed, "transformers": transformers}
+        monkeypatch.setattr(versions, "version", releases.__getitem__)
+
+    return pretend
+
+
+def message(zero_stage: int = 1, tp: int = 1) -> str:
+    """What the check raises."""
+    with pytest.raises(ConfigError) as info:
+        check_host_versions(zero_stage, tp)
+    return str(info.value)
+
+
+def test_the_installed_releases_pass() -> None:
+    check_host_versions(zero_stage=1, tp=1)
+
+
+@pytest.mark.parametrize("release", ["0.19.5", "0.19.6", "0.19.7", "0.19.8", "0.19.8+cu128", "0.19.8.post1"])
+def test_deepspeed_in_range(installed: Callable[..., None], release: str) -> None:
+    installed(deepspeed=release)
+    check_host_versions(zero_stage=2, tp=2)
+
+
+@pytest.mark.parametrize("release", ["5.0.0", "5.15.1", "5.24.0", "5.24.3", "5.24.0.dev0"])
+def test_transformers_in_range(installed: Callable[..., None], release: str) -> None:
+    installed(transformers=release)
+    check_host_versions(zero_stage=2, tp=2)
+
+
+@pytest.mark.parametrize("release", ["0.18.6", "0.19.4", "0.19.9", "0.20.0", "1.0"])
+def test_deepspeed_out_of_range(installed: Callable[..., None], release: str) -> None:
+    installed(deepspeed=release)
+    assert message() == (
+        f"deepspeed={release!r} is outside the range that ds_etp was tested on. Values that work: 0.19.5 to 0.19.8. "
+        'Run: pip install "deepspeed>=0.19.5,<=0.19.8"'
+    )
+
+
+@pytest.mark.parametrize("release", ["4.57.3", "5.25.0", "5.25.0.dev0", "6.0.0"])
+def test_transformers_out_of_range(installed: Callable[..., None], release: str) -> None:
+    installed(transformers=release)
+    text = message()
+    assert text.startswith(f"transformers={release!r} is outside the range that ds_etp was tested on.")
+    assert "Values that work: 5.0 to 5.24." in text
+
+
+def test_the_command_in_the_message_gives_a_release_in_range() -> None:
+    """What pip would take for the bound printed in the message must pass the check."""
+    from packaging.specifiers import SpecifierSet
+
+    for package, (lowest, highest) in versions._TESTED.items():
+        assert SpecifierSet(f">={lowest},<={highest}").contains(highest), package
+
+
+def test_zero3_with_tp_needs_the_newest(installed: Callable[..., None]) -> None:
+    installed(deepspeed="0.19.7")
+    assert message(zero_stage=3, tp=2) == (
+        "zero_optimization.stage=3 with tensor_parallel.autotp_size=2 takes a wrong gradient norm in DeepSpeed 0.19.7. "
+        "Values that work: 0, 1, 2, or DeepSpeed 0.19.8."
+    )
+    check_host_versions(zero_stage=3, tp=1)
+    check_host_versions(zero_stage=2, tp=2)
+    installed(deepspeed="0.19.8")
+    check_host_versions(zero_stage=3, tp=2)
