@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements-dev.txt)
 
 DEMO_RANKS := 4
@@ -21,8 +22,7 @@ DEMO_ARGS ?=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Several ranks share the cores: more than one thread each makes them slower, not faster.
 export OMP_NUM_THREADS := 1
-# What DeepSpeed compiles is kept with the environment it was compiled for. torch's lock there has no owner: after a build
-# that was killed, every later run waits for it for ever. Here that is this checkout only, and `make clean` ends it.
+# What DeepSpeed compiles is kept with the environment it was compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .PHONY: demo test lint compat clean
@@ -44,9 +44,17 @@ $(STAMP): requirements-dev.txt setup.py
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Once, in one process, before many start: torch's lock there has no owner, so a build that is killed, as a rank may be,
+# would leave every later run waiting. Without GPUs only; there NCCL needs no such thing.
+$(COMPILED): $(STAMP)
+	@rm -rf $(TORCH_EXTENSIONS_DIR)/*/deepspeed_shm_comm
+	@echo "compiling DeepSpeed's CPU collectives (about a minute, once)"
+	@$(BIN)/python -c 'import torch; from deepspeed.comm.torch import build_shm_op; torch.cuda.is_available() or build_shm_op()'
+	@touch $@
+
 # With fewer GPUs than ranks the demo runs on the CPU. `timeout` keeps its children in a process group of its own, which
 # Ctrl-C does not reach: the trap passes it on.
-demo: $(STAMP)
+demo: $(COMPILED)
 	@port=$$($(BIN)/python -c '$(FREE_PORT)'); \
 	$(BIN)/python -c '$(HAS_ENOUGH_GPUS)' || export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
 	timeout --kill-after=30 $(DEMO_LIMIT) \
@@ -54,7 +62,7 @@ demo: $(STAMP)
 	  examples/finetune_mixtral.py --deepspeed configs/demo.json --output runs/demo $(DEMO_ARGS) & job=$$!; \
 	trap 'kill $$job' INT TERM; wait $$job
 
-test: lint
+test: lint $(COMPILED)
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)

@@ -40,7 +40,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["ds_etp", "ds_etp.*"]),
     install_requires=[
         # Ranges that were run: in `make test` the newest of each, in `make compat` the corners.
