@@ -153,6 +153,8 @@ def _unsupported(module: nn.Module, default_gate: Callable[..., Tensor]) -> Iter
     gate: Any = type(module)
     if gate._apply_gate is not default_gate:
         yield "a gate function of its own (_apply_gate)"
+    if "ds_etp_shard" in vars(module):
+        yield "it is a shard already, of an engine made from the same model"
     if "forward" in vars(module):
         yield "its forward was replaced on the instance (by a device_map, a hook or a kernel)"
     shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}

@@ -32,6 +32,7 @@ class Recipe:
         loss: `labels` for the model's own; `logits` for one that a single token has too.
         pinned: expert indices that every token is sent to, whatever its router says.
         checkpointing: activation checkpointing, `reentrant` or `plain`; nothing where empty.
+        frozen: parameters that don't train: `experts`, `dense` (all others), or none.
     """
 
     family: str = "mixtral"
@@ -48,12 +49,18 @@ class Recipe:
     loss: str = "labels"
     pinned: tuple[int, ...] = ()
     checkpointing: str = ""
+    frozen: str = ""
 
     def model(self) -> Any:
         """The model at its start."""
         model = make_model(self.family, self.seed, self.implementation, **dict(self.changes))
         if self.pinned:
             pin_experts(model, self.pinned)
+        if self.frozen:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad = (".experts." in name) != (self.frozen == "experts")
+            # Plain ZeRO-3 too drops a module's weights before its gradient where no input has one.
+            model.enable_input_require_grads()
         if self.checkpointing:
             arguments = {"use_reentrant": self.checkpointing == "reentrant"}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
@@ -100,7 +107,7 @@ class Run:
 def train_unsharded(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Run:
     """Trains the recipe in this process. The loss is the mean over data-parallel ranks and micro batches."""
     model = recipe.model().to(dtype).train()
-    optimizer = recipe.make_optimizer(model.parameters())
+    optimizer = recipe.make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     run = Run()
     for step in range(recipe.steps):
         optimizer.zero_grad()

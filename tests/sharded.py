@@ -81,7 +81,8 @@ def make_engine(recipe: Recipe, layout: Layout, **arguments: Any) -> Any:
     model = built_partitioned(recipe, config) if layout.zero_init else recipe.model()
     model.train()
     if "optimizer" not in arguments:
-        arguments.setdefault("model_parameters", list(model.parameters()))
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        arguments.setdefault("model_parameters", parameters)
     engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
     return engine
 
@@ -133,17 +134,24 @@ def run_steps(engine: Any, recipe: Recipe, layout: Layout) -> Run:
 
 
 def _has_master(parameter: nn.Parameter) -> bool:
+    if not parameter.requires_grad and not hasattr(parameter, "ds_id"):
+        return False
     return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
     """A parameter's reduced gradient, before clipping, gathered over its ZeRO group."""
+    if not parameter.requires_grad:
+        return torch.zeros(getattr(parameter, "ds_shape", parameter.shape))
     grad = safe_get_full_grad(parameter) if _has_master(parameter) else parameter.grad
     return torch.zeros(getattr(parameter, "ds_shape", parameter.shape)) if grad is None else grad
 
 
 def weight(parameter: nn.Parameter) -> Tensor:
     """A parameter's master weight, gathered over its ZeRO group."""
+    if not parameter.requires_grad and hasattr(parameter, "ds_id"):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.data.clone()
     full: Tensor = safe_get_full_fp32_param(parameter) if _has_master(parameter) else parameter.data
     return full
 

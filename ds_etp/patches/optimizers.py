@@ -6,8 +6,10 @@ Each correction names the fault in deepspeed 0.19.8 it makes good; it can go whe
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -29,17 +31,28 @@ def give_experts_their_groups(engine: Any) -> None:
                 if model_parameters and isinstance(model_parameters[0], dict):
                     groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
                     model_parameters = split_param_groups(groups)
+                expect_experts(model_parameters)
             elif hasattr(client_optimizer, "param_groups"):
                 client_optimizer = split_optimizer(client_optimizer)
+                expect_experts(client_optimizer.param_groups)
             else:
                 build = client_optimizer
 
                 def client_optimizer(parameters: Any) -> Any:
-                    return split_optimizer(build(parameters))
+                    optimizer = split_optimizer(build(parameters))
+                    expect_experts(optimizer.param_groups)
+                    return optimizer
 
             return original(client_optimizer, model_parameters)
 
         return _configure_optimizer
+
+    def expect_experts(groups: list[Any]) -> None:
+        # ZeRO-1/2 assert that a model with MoE layers has groups of them, which frozen experts haven't. They ask
+        # for no special care then; ZeRO-3 still has to know how they are partitioned.
+        parameters = chain.from_iterable(group["params"] if isinstance(group, dict) else [group] for group in groups)
+        if engine.zero_optimization_stage() in (1, 2):
+            engine.has_moe_layers = any(is_moe_param(parameter) for parameter in parameters)
 
     override(engine, "_configure_optimizer", make)
 

@@ -122,3 +122,11 @@ def test_zero_init(launcher: Launcher, split: tuple[int, int, int], optimizer: s
     tp, etp, ep = split
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=3, zero_init=True)
     check(launcher, Recipe(dp=layout.dp, optimizer=optimizer), layout)
+
+
+@pytest.mark.parametrize("frozen", ["experts", "dense"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen(launcher: Launcher, stage: int, frozen: str) -> None:
+    """Trained routers over frozen experts, and the reverse."""
+    layout = Layout(world=4, tp=2, etp=2, ep=2, stage=stage)
+    check(launcher, Recipe(dp=2, frozen=frozen, optimizer="adamw"), layout)
