@@ -170,11 +170,15 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
         if isinstance(module, ShardedExperts)
         for name, _ in module.named_parameters()
     }
+    own = {
+        name: read(parameter).detach().float().cpu().contiguous()
+        for name, parameter in engine.module.named_parameters()
+    }
+    by_rank: list[dict[str, Tensor]] = [{}] * world
+    dist.all_gather_object(by_rank, own)
     full = {}
     for name, parameter in engine.module.named_parameters():
-        tensor = read(parameter).detach().float().cpu().contiguous()
-        parts: list[Tensor] = [torch.empty(0)] * world
-        dist.all_gather_object(parts, tensor)
+        parts = [tensors[name] for tensors in by_rank]
         if name in experts:
             _assert_identical(name, parts, topology.groups("expert_dp"))
             block = topology.groups("expert_model_parallel")[0]

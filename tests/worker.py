@@ -37,6 +37,7 @@ def main(rank: int, pipe: Connection, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    gc.freeze()  # half a million objects of the libraries, which every collection would walk
     while True:
         try:
             case = pipe.recv()
