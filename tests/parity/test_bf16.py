@@ -15,6 +15,8 @@ from tests.sharded import Layout, train
 FACTOR = 2.0
 FP32_ACCUMULATION = (("data_types", {"grad_accum_dtype": "fp32"}),)
 
+FP32_MERGES = (("expert_tensor_parallel", {"reduce_dtype": "fp32"}),)
+
 
 def errors(run: Run, truth: Run) -> dict[str, float]:
     """The largest error of each kind, relative to the truth (tensors: to their norm)."""
@@ -34,14 +36,17 @@ def errors(run: Run, truth: Run) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("split", [(1, 2, 2), (2, 2, 1), (2, 4, 1)], ids=str)
-@pytest.mark.parametrize(("stage", "extra"), [(0, ()), (1, ()), (1, FP32_ACCUMULATION), (2, ()), (3, ())])
+@pytest.mark.parametrize(
+    ("stage", "extra"), [(0, ()), (1, ()), (1, FP32_ACCUMULATION), (2, ()), (2, FP32_MERGES), (3, ())]
+)
 def test_bf16(
     launcher: Launcher, stage: int, extra: tuple[tuple[str, dict[str, str]], ...], split: tuple[int, int, int]
 ) -> None:
     """Losses, norms, gradients and weights of four clipped steps."""
     tp, etp, ep = split
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dtype="bf16", extra=extra)
-    plain = Layout(world=layout.dp, stage=stage, dtype="bf16", with_block=False, extra=extra)
+    others = tuple(item for item in extra if item[0] != "expert_tensor_parallel")
+    plain = Layout(world=layout.dp, stage=stage, dtype="bf16", with_block=False, extra=others)
     recipe = Recipe(dp=layout.dp, optimizer="sgd")
     truth = train_unsharded(recipe)
     got = errors(launcher.run(4, train, recipe=recipe, layout=layout)[0], truth)

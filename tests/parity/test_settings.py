@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.launcher import Launcher
@@ -130,3 +132,18 @@ def test_frozen(launcher: Launcher, stage: int, frozen: str) -> None:
     """Trained routers over frozen experts, and the reverse."""
     layout = Layout(world=4, tp=2, etp=2, ep=2, stage=stage)
     check(launcher, Recipe(dp=2, frozen=frozen, optimizer="adamw"), layout)
+
+
+@pytest.mark.parametrize(
+    ("stage", "extra"),
+    [
+        (1, (("prescale_gradients", True),)),
+        (2, (("communication_data_type", "fp32"),)),
+        (2, (("zero_optimization", {"overlap_comm": True, "reduce_bucket_size": 3000}),)),
+        (3, (("zero_optimization", {"overlap_comm": True, "reduce_bucket_size": 3000}),)),
+    ],
+    ids=str,
+)
+def test_how_gradients_are_reduced(launcher: Launcher, stage: int, extra: tuple[tuple[str, Any], ...]) -> None:
+    """Settings that change the order or the scaling of reductions don't change the result."""
+    check(launcher, Recipe(dp=2), Layout(world=4, tp=2, etp=2, stage=stage, extra=extra))
