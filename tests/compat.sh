@@ -27,6 +27,9 @@ for corner in "${CORNERS[@]}"; do
         "$env/bin/python" -m pip install $pins "deepspeed==$deepspeed" "transformers==$transformers"
         touch "$env/.installed"
     fi
+    # DeepSpeed's CPU collectives, in one process: see the Makefile.
+    PATH="$PWD/$env/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/$env/torch_extensions" \
+        "$env/bin/python" -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
     # The package comes from the checkout: `python -m pytest` puts the working directory on the path, which PYTHONPATH
     # hands on to the ranks that the tests start. PATH has the ninja that DeepSpeed compiles with.
     PATH="$PWD/$env/bin:$PATH" PYTHONPATH="$PWD" TORCH_EXTENSIONS_DIR="$PWD/$env/torch_extensions" \
