@@ -13,17 +13,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_etp.errors import ConfigError
+    from ds_etp.errors import CheckpointError, ConfigError
     from ds_etp.extension import register, unregister
+    from ds_etp.patches.checkpoints import load_checkpoint, save_checkpoint
+    from ds_etp.patches.exports import save_pretrained
     from ds_etp.topology import Topology
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Topology", "initialize", "register", "unregister"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Topology",
+    "initialize",
+    "load_checkpoint",
+    "register",
+    "save_checkpoint",
+    "save_pretrained",
+    "unregister",
+]
 
 _HOMES = {
+    "CheckpointError": "ds_etp.errors",
     "ConfigError": "ds_etp.errors",
     "Topology": "ds_etp.topology",
+    "load_checkpoint": "ds_etp.patches.checkpoints",
     "register": "ds_etp.extension",
+    "save_checkpoint": "ds_etp.patches.checkpoints",
+    "save_pretrained": "ds_etp.patches.exports",
     "unregister": "ds_etp.extension",
 }
 

@@ -1,4 +1,4 @@
-"""The `ds-etp` command. Runs on any machine: no torch, no DeepSpeed, no GPU.
+"""The `ds-etp` command. Runs on any machine: no GPU, and, `export` apart, no torch and no DeepSpeed.
 
 A subcommand is one function, added in `_parser`; whatever only it needs is imported inside it.
 """
@@ -23,7 +23,7 @@ from ds_etp.config import (
     parse_block,
     resolve,
 )
-from ds_etp.errors import ConfigError
+from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.topology import GroupKind, Topology
 
 AXES: tuple[tuple[str, GroupKind], ...] = (  # column -> the kind of group a rank's place along it is its place in
@@ -45,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        Exit code: 0, or 2 with a message on stderr when the sizes or the config cannot work.
+        Exit code: 0, or 2 with a message on stderr when the sizes, the config or the checkpoint cannot work.
     """
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return code
@@ -75,6 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--cp", type=_size, default=1, help="context (Ulysses) parallel size (default 1)")
     check.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
     check.set_defaults(run=_check)
+
+    export = commands.add_parser("export", help="write a checkpoint's model as a folder that from_pretrained loads")
+    export.add_argument("checkpoint", type=Path, help="folder of a checkpoint, of one of its tags, or of a Trainer's")
+    export.add_argument("out", type=Path, help="folder to write")
+    export.add_argument("--dtype", help="bf16, fp16 or fp32 (default: what the model computed in)")
+    export.add_argument("--config", type=Path, help="folder with config.json, where the checkpoint has none")
+    export.add_argument("--max-shard-size", default="5GB", help="of one weights file (default 5GB)")
+    export.set_defaults(run=_export)
     return parser
 
 
@@ -112,6 +120,17 @@ def _check(args: argparse.Namespace) -> int:
     topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
     check_plan(block, topology)
     Console(highlight=False).print(_table("Layout", ("size", "value"), layout_table(topology, block)))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ds_etp.patches.exports import export_checkpoint
+
+    files = export_checkpoint(
+        args.checkpoint, args.out, dtype=args.dtype, config=args.config, max_shard_size=args.max_shard_size
+    )
+    rows = [(name, f"{(args.out / name).stat().st_size:,}") for name in files]
+    Console(highlight=False).print(_table(str(args.out), ("file", "bytes"), rows))
     return 0
 
 

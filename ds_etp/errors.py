@@ -1,4 +1,4 @@
-"""The one error a user's mistake raises, and the form its message takes."""
+"""The errors users see, and the form a setting's message takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterable
 
 class ConfigError(ValueError):
     """A setting that cannot work, raised on every rank before any process group is made."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read, raised on every rank alike. The message names the file."""
 
 
 def config_error(

@@ -20,10 +20,15 @@ from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.layouts import ExpertsLayout, find_experts, read_layout
 from ds_etp.log import log_table
 from ds_etp.patches import optimizers, overrides
+from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import plan_without_experts
+from ds_etp.patches.checkpoints import install_checkpoints
 from ds_etp.patches.engine import engine_patches
-from ds_etp.patches.experts_interface import default_gate, refuse_split_model
+from ds_etp.patches.experts_interface import check_alignment, default_gate, refuse_split_model
+from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
+from ds_etp.patches.loading import loading_patches
+from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.versions import check_host_versions
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
@@ -74,7 +79,7 @@ class _Events:
         if extension is None:
             yield
             return
-        extension.layouts = _checked_layouts(model, extension.topology)
+        extension.layouts = _checked_layouts(engine, model, extension.topology)
         names = [*extension.layouts]
         names += [f"{path}.{name}" for path, layout in extension.layouts.items() for name in layout.parameters]
         with plan_without_experts(model, names):
@@ -86,7 +91,7 @@ class _Events:
         if extension is None:
             return
         if not extension.layouts:
-            extension.layouts = _checked_layouts(model, extension.topology)
+            extension.layouts = _checked_layouts(engine, model, extension.topology)
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
         _shard_model(model, extension, groups)
@@ -120,7 +125,7 @@ def _refuse_other_axes(engine: Any) -> None:
         )
 
 
-def _checked_layouts(model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
+def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
     refuse_split_model(model)
     modules = find_experts(model)
     if not modules:
@@ -131,10 +136,13 @@ def _checked_layouts(model: nn.Module, topology: Topology) -> dict[str, ExpertsL
             works="false, or a mixture-of-experts model of transformers",
         )
     layouts = {path: read_layout(path, module, default_gate()) for path, module in modules.items()}
+    half = engine.fp16_enabled() or engine.bfloat16_enabled()
     for path, layout in layouts.items():
         block_config.check_layer(
             topology, path, num_experts=layout.num_experts, intermediate_size=layout.intermediate_size
         )
+        itemsize = 2 if half else next(modules[path].parameters()).element_size()
+        check_alignment(path, modules[path], layout, topology, itemsize)
     return layouts
 
 
@@ -159,12 +167,15 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
 
     set_optimizer_flags(engine._config, model)  # Muon looks at shapes, which have changed
     overrides.allow_zero3_experts(engine)
-    overrides.refuse_checkpoints(engine)
+    install_checkpoints(engine)
+    install_exports(engine)
+    install_get_state_dict()
     optimizers.give_experts_their_groups(engine)
     overrides.after_optimizer(engine, lambda: optimizers.correct_optimizer(engine, groups))
     stage = int(engine.zero_optimization_stage())
     if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         optimizers.give_true_norm_at_stage_0(engine, groups)
+    check_first_gradients(engine, groups.tp)
     if stage == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 
@@ -180,16 +191,19 @@ def _log(extension: Extension) -> None:
     log_table("expert tensor parallelism", rows)
 
 
-_PATCHES = engine_patches(_Events())
+_PATCHES = [*engine_patches(_Events()), *loading_patches()]
 
 
 def register() -> None:
-    """Lets DeepSpeed engines made from now on read the `expert_tensor_parallel` block. Calling it twice is fine."""
+    """Lets DeepSpeed engines made from now on read the `expert_tensor_parallel` block. Calling it twice is fine.
+
+    At ZeRO-3, call it before `from_pretrained`.
+    """
     for patch in _PATCHES:
         patch.apply()
 
 
 def unregister() -> None:
-    """Puts DeepSpeed's engine class back. Engines made before keep what they have."""
+    """Puts DeepSpeed and transformers back. Engines made before keep what they have."""
     for patch in _PATCHES:
         patch.revert()

@@ -15,9 +15,12 @@ from typing import Any
 
 from deepspeed.runtime.tensor_parallel import config as host
 
+# The style transformers 5.0 has for routers in its tp_plans. A router serves experts split by ds_etp whole.
+_ROUTER_STYLE = "ep_router"
+
 
 def without_experts(plan: dict[str, str], expert_names: Iterable[str]) -> dict[str, str]:
-    """A plan without the entries that are about experts modules or their parameters.
+    """A plan without the entries that are about experts modules, their parameters or their routers.
 
     Args:
         plan: pattern to style; `*` stands for a layer number.
@@ -34,7 +37,9 @@ def without_experts(plan: dict[str, str], expert_names: Iterable[str]) -> dict[s
         matcher = re.compile(rf"(?:.+\.)?{layers}")
         return any(matcher.fullmatch(name) for name in names)
 
-    return {pattern: style for pattern, style in plan.items() if not is_about_experts(pattern)}
+    return {
+        pattern: style for pattern, style in plan.items() if style != _ROUTER_STYLE and not is_about_experts(pattern)
+    }
 
 
 @contextmanager

@@ -10,15 +10,15 @@ _OWNER = "__ds_etp_original__"
 
 
 class MethodPatch:
-    """Replaces one method of a host class, once, and can put it back.
+    """Replaces one method of a host class, or one function of a host module, once, and can put it back.
 
     Args:
-        host: the class.
+        host: the class or module.
         name: the method's name. The host must define it.
         make: from the original function to the one that takes its place.
     """
 
-    def __init__(self, host: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(self, host: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.host, self.name, self._make = host, name, make
 
     @property

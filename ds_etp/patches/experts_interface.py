@@ -1,4 +1,4 @@
-"""The two things we ask of transformers' experts interface (5.0 to 5.24)."""
+"""What we ask of transformers' experts interface (5.0 to 5.24), and what it asks of us."""
 
 from __future__ import annotations
 
@@ -9,12 +9,44 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from ds_etp.errors import config_error
+from ds_etp.layouts import ExpertsLayout
+from ds_etp.topology import Topology
 
 
 def default_gate() -> Callable[..., Tensor]:
     """The `_apply_gate` that classes without one of their own get: it works on any slice of gate and up."""
     gate: Callable[..., Tensor] = moe._default_apply_gate
     return gate
+
+
+# What torch's grouped matrix multiply wants rows of an expert's weights to be a multiple of, in bytes.
+_GROUPED_MM_ALIGNMENT = 16
+
+
+def check_alignment(path: str, module: nn.Module, layout: ExpertsLayout, topology: Topology, itemsize: int) -> None:
+    """Refuses shards that the experts implementation can't multiply, though it can the whole experts.
+
+    Args:
+        itemsize: bytes of one weight while training.
+
+    Raises:
+        ConfigError: names the layer and what works; torch would say "strides should be multiple of 16 bytes".
+    """
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    size = layout.intermediate_size
+
+    def fits(etp: int) -> bool:
+        return size % etp == 0 and size // etp * itemsize % _GROUPED_MM_ALIGNMENT == 0
+
+    if implementation == "grouped_mm" and fits(1) and not fits(topology.etp):
+        raise config_error(
+            "expert_tensor_parallel.etp_size",
+            topology.etp,
+            f"leaves {path} with {size // topology.etp} of {size} columns, {size // topology.etp * itemsize} bytes a "
+            f"row, and experts_implementation='grouped_mm' needs a multiple of {_GROUPED_MM_ALIGNMENT}",
+            works=[etp for etp in range(1, topology.etp) if fits(etp)],
+            next_step="Or load the model with experts_implementation='eager'.",
+        )
 
 
 def refuse_split_model(model: nn.Module) -> None:

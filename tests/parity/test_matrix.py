@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+from transformers import Qwen3MoeConfig
 
-from tests.launcher import Launcher
+from tests.launcher import CaseFailed, Launcher
 from tests.oracle import Recipe, train_unsharded
 from tests.sharded import Layout, train
 from tests.tolerances import assert_equal_runs
@@ -28,6 +30,12 @@ def _cases() -> list[Any]:
     return cases
 
 
+def host_sums_norms_over_heads() -> bool:
+    """Whether AutoTP sums the gradients of Qwen3's q_norm and k_norm, which older hosts leave partial."""
+    style = "replicated_with_grad_allreduce"
+    return style in SUPPORTED_STYLES and style in Qwen3MoeConfig.base_model_tp_plan.values()
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(("stage", "split"), _cases())
@@ -35,5 +43,9 @@ def test_four_ranks(launcher: Launcher, stage: int, split: tuple[int, int, int],
     tp, etp, ep = split
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage)
     recipe = Recipe(family=family, optimizer=optimizer, dp=layout.dp)
+    if family == "qwen3_moe" and tp > 1 and not host_sums_norms_over_heads():
+        with pytest.raises(CaseFailed, match=r"tensor_parallel\.autotp_size"):
+            launcher.run(4, train, recipe=recipe, layout=layout)
+        return
     run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
     assert_equal_runs(run, train_unsharded(recipe))

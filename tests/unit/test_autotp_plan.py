@@ -154,3 +154,9 @@ def test_the_host_is_put_back_after_an_error() -> None:
     with pytest.raises(KeyError), plan_without_experts(SimpleNamespace(), []):
         raise KeyError
     assert host._get_hf_tp_plan is original
+
+
+def test_the_router_style_of_transformers_5_0_is_dropped() -> None:
+    """Its tp_plans name the router with a style AutoTP doesn't know; the router stays whole."""
+    plan = {"layers.*.mlp.gate": "ep_router", "layers.*.mlp.gate_proj": "colwise"}
+    assert without_experts(plan, ["model.layers.0.mlp.experts"]) == {"layers.*.mlp.gate_proj": "colwise"}

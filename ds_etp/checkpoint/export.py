@@ -1,0 +1,206 @@
+"""Full tensors under Hugging Face names, from a live engine or from a checkpoint, one at a time.
+
+They are put together on rank 0 of a live engine, or in the one process that reads a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from torch import Tensor, nn
+
+from ds_etp.checkpoint.agree import everyone, from_first, raise_together
+from ds_etp.checkpoint.boxes import LogicalTensor, logical_tensors, persistent_buffers
+from ds_etp.checkpoint.format import BUFFER, WEIGHT, Stored
+from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, Spec, Tensors, ToHub
+from ds_etp.checkpoint.states import EngineStates
+from ds_etp.errors import CheckpointError
+from ds_etp.topology import Topology
+
+
+class LiveTensors:
+    """The tensors of a live engine's model. Collective: every rank makes one and calls it in the same order.
+
+    Args:
+        engine: a DeepSpeed engine; its ZeRO-3 parameters must not be in use (no forward under way).
+        masters: where to read master weights; None takes the weights that the model computes with.
+        exclude_frozen: leave out parameters that aren't trained.
+    """
+
+    def __init__(self, engine: Any, *, masters: EngineStates | None = None, exclude_frozen: bool = False) -> None:
+        self._device, self._masters = engine.device, masters
+        extension = vars(engine).get("ds_etp")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        topology = extension.topology if extension else Topology(world, tp=max(engine.autotp_size(), 1))
+        tensors = logical_tensors(engine.module, topology, rank)
+        self._tensors = {t.name: t for t in tensors if t.parameter.requires_grad or not exclude_frozen}
+        self._buffers = dict(persistent_buffers(engine.module))
+        # Rank 0's peers hold all there is; replicas of them are not asked.
+        self._holders = {
+            "whole": (0,),
+            "tensor": topology.group_of("tp", 0),
+            "expert": topology.group_of("expert_model_parallel", 0),
+        }
+        asked = rank in {peer for peers in self._holders.values() for peer in peers}
+        self._parts = everyone({t.name: (t.local_shape, t.pieces) for t in tensors} if asked else None)
+        self._writes = rank == 0
+        self.specs = {name: Spec(self._dtype(t), t.shape) for name, t in self._tensors.items()}
+        self.specs |= {name: Spec(b.dtype, tuple(b.shape), False) for name, b in self._buffers.items()}
+
+    def _dtype(self, tensor: LogicalTensor) -> torch.dtype:
+        if self._masters is None:
+            return tensor.parameter.dtype
+        return self._masters.place(tensor.parameter).dtype(WEIGHT)
+
+    def full(self, name: str) -> Tensor | None:
+        """See `Tensors`."""
+        if name in self._buffers:
+            return self._buffers[name].detach().cpu() if self._writes else None
+        tensor = self._tensors[name]
+        holders, rank = self._holders[tensor.kind], dist.get_rank()
+        with self._local(tensor) as local:
+            if not self._writes:
+                if rank in holders:
+                    dist.send(local.to(self._device).contiguous(), dst=0)
+                return None
+            spec = self.specs[name]
+            full = torch.empty(spec.shape, dtype=spec.dtype)
+            for holder in holders:
+                shape, pieces = self._parts[holder][name]
+                if holder == rank:
+                    part = local
+                else:
+                    part = torch.empty(shape, dtype=spec.dtype, device=self._device)
+                    dist.recv(part, src=holder)
+                for piece in pieces:
+                    full[piece.box.slices()] = piece.of(part)
+            return full
+
+    @contextmanager
+    def _local(self, tensor: LogicalTensor) -> Iterator[Tensor]:
+        """This rank's shard, gathered over its ZeRO group. Collective over that group.
+
+        Of master weights, only the ranks that `full` asks have it; the others get an empty tensor.
+        """
+        parameter = tensor.parameter
+        if self._masters is not None:
+            place = self._masters.place(parameter)
+            shards = [place.read(WEIGHT, holder) for holder in self._holders[tensor.kind]]
+            yield next((shard.detach() for shard in shards if shard is not None), torch.empty(0))
+            return
+        partitioned = hasattr(parameter, "ds_id")
+        with zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+            yield parameter.detach()
+
+
+class StoredTensors:
+    """The tensors of a checkpoint: the master weights, in the type the model computed in.
+
+    Args:
+        stored: an open checkpoint.
+        dtype: the type that the model computed in.
+    """
+
+    def __init__(self, stored: Stored, dtype: torch.dtype) -> None:
+        index = stored.index
+        self._stored, self._keys = stored, {}
+        self.specs: dict[str, Spec] = {}
+        for name, shape in index.parameters.items():
+            key = f"{WEIGHT}/{name}"
+            if key not in index.tensors:
+                raise CheckpointError(
+                    f"{stored.folder} holds no weight of {name}: it was saved with exclude_frozen_parameters. "
+                    "Load it into the model it was made from, and export that with ds_etp.save_pretrained."
+                )
+            self._keys[name] = key
+            self.specs[name] = Spec(dtype, shape)
+        for name in index.buffers:
+            self._keys[name] = f"{BUFFER}/{name}"
+            tensor = index.tensors[self._keys[name]]
+            self.specs[name] = Spec(tensor.dtype, tensor.shape, False)
+
+    def full(self, name: str) -> Tensor:
+        """See `Tensors`."""
+        return self._stored.read(self._keys[name]).to(self.specs[name].dtype)
+
+
+def full_state_dict(tensors: Tensors, aliases: Mapping[str, str]) -> dict[str, Tensor] | None:
+    """Everything at once, as `save_pretrained(state_dict=...)` wants it: on rank 0's CPU; None on other ranks.
+
+    Args:
+        tensors: the model's.
+        aliases: tied names, each with the name its tensor is under.
+    """
+    found = {name: tensors.full(name) for name in tensors.specs}
+    state = {name: tensor for name, tensor in found.items() if tensor is not None}
+    if not state:
+        return None
+    state.update({alias: state[name] for alias, name in aliases.items() if name in state})
+    return state
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter that has more than one, with its first."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+def write_weights(
+    folder: Path,
+    tensors: Tensors,
+    to_hub: ToHub,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = SHARD_SIZE,
+    weights_name: str = WEIGHTS,
+) -> None:
+    """Writes safetensors files of a model, with an index where there is more than one.
+
+    Args:
+        folder: where to; made if it isn't there.
+        tensors: the model's. Those of a live engine make this collective: rank 0 writes.
+        to_hub: from the model's names to the hub's.
+        dtype: what parameters are cast to; None keeps their types.
+        max_shard_size: of one file, as in `save_pretrained`.
+        weights_name: of the file; files of a larger model get numbers in it.
+
+    Raises:
+        CheckpointError: a file could not be written; on every rank alike.
+    """
+    live = isinstance(tensors, LiveTensors)
+    failure: Exception | None = None
+    target: HubFolder | None = None
+    if not live or dist.get_rank() == 0:
+        try:
+            target = HubFolder(folder, weights_name, tensors.specs, to_hub, dtype, max_shard_size)
+        except Exception as error:
+            failure = error
+    names = target.portions if target is not None else []
+    for portion in from_first(names) if live else names:
+        # After a failure too: the other ranks are on their way to the next tensor.
+        found = {name: tensor for name in portion if (tensor := tensors.full(name)) is not None}
+        if target is not None and failure is None:
+            try:
+                target.add(found)
+            except Exception as error:
+                failure = error
+    if target is not None:
+        try:
+            target.finish(failed=failure is not None)
+        except OSError as error:
+            failure = failure or error
+    what = f"writing a model to {folder}"
+    if live:
+        raise_together(what, failure)
+    elif failure is not None:
+        raise CheckpointError(f"{what} failed: {failure}") from failure

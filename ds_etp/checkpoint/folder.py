@@ -1,0 +1,44 @@
+"""A tag's folder: which files are whose, and what a save that was killed left there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from ds_etp.checkpoint.format import INDEX, Index
+from ds_etp.errors import CheckpointError
+from ds_etp.log import logger
+
+_OURS = re.compile(r"(rank\d{5}(\.\d+)?\.safetensors|state(\.\d+)?\.pt|index\.json)(\.tmp)?")
+_GENERATION = re.compile(r"(?:rank\d{5}|state)(?:\.(\d+))?\.(?:safetensors|pt)(?:\.tmp)?")
+
+
+def next_generation(folder: Path) -> str:
+    """The suffix that no file of an earlier save of this tag has. What such a save left unfinished goes."""
+    if (folder / INDEX).exists():
+        try:
+            clean(folder, keep={*Index.parse(folder / INDEX).files, INDEX})
+        except CheckpointError as error:
+            logger().warning("%s; this save replaces it", error)
+    else:
+        left = [entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)]
+        if left:
+            logger().warning("%s: removing what an unfinished save left there (%d files)", folder, len(left))
+            clean(folder, keep=set())
+    found = [match.group(1) for entry in folder.iterdir() if (match := _GENERATION.fullmatch(entry.name))]
+    return f".{max(int(number or 0) for number in found) + 1}" if found else ""
+
+
+def clean(folder: Path, keep: set[str]) -> None:
+    """Removes the files of this format that are not to be kept. Other files are none of ours."""
+    for entry in folder.iterdir():
+        if _OURS.fullmatch(entry.name) and entry.name not in keep:
+            remove(entry)
+
+
+def remove(*paths: Path) -> None:
+    """Removes files as far as that can be done."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,177 @@
+"""A model's files as the hub has them: which tensors become which, and in which file each is.
+
+One portion of the model at a time goes to its file: a parameter (a layer's fused experts), and beside it
+what the hub's format makes of it, is the most that is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from ds_etp.checkpoint.boxes import Shape
+from ds_etp.checkpoint.writer import Entry, TensorFile, sync_folder, write_durably
+
+WEIGHTS = "model.safetensors"
+SHARD_SIZE = "5GB"
+# From tensors under the model's own names to those under the hub's names.
+ToHub = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An unsharded tensor's type and shape, and whether it is a parameter (or a buffer)."""
+
+    dtype: torch.dtype
+    shape: Shape
+    is_parameter: bool = True
+
+
+class Tensors(Protocol):
+    """A model's full tensors.
+
+    Attributes:
+        specs: all of them by Hugging Face name, in the model's order; a tied one once.
+    """
+
+    specs: dict[str, Spec]
+
+    def full(self, name: str) -> Tensor | None:
+        """One full tensor on the CPU of the process that writes; None on others, of which all have to call."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tensors that turn into hub tensors together: one, unless the hub fuses what the model has apart."""
+
+    names: tuple[str, ...]
+    hub: dict[str, Tensor]
+
+
+def steps_to_hub(specs: Mapping[str, Spec], dtype: torch.dtype | None, to_hub: ToHub) -> list[Step]:
+    """In what portions a model's tensors can be handed to `to_hub`, and what comes out (on the meta device).
+
+    Found by trying, without data: which outputs each tensor has alone, and which tensors share an output.
+    """
+
+    def tried(names: Sequence[str]) -> dict[str, Tensor]:
+        return to_hub({name: _meta(specs[name], dtype) for name in names})
+
+    whole = tried(list(specs))
+    sharers: dict[str, list[str]] = {}
+    steps: list[Step] = []
+    try:
+        for name in specs:
+            for output in tried([name]):
+                sharers.setdefault(output, []).append(name)
+        joined: dict[str, tuple[str, ...]] = {name: (name,) for name in specs}
+        for names in sharers.values():
+            members = tuple(dict.fromkeys(member for name in names for member in joined[name]))
+            joined.update(dict.fromkeys(members, members))
+        steps = [Step(names, tried(names)) for names in dict.fromkeys(joined.values())]
+    except Exception:
+        # A conversion that can't do with a part of the model. It gets all of it below.
+        steps = []
+    outputs = [(name, tensor.shape) for step in steps for name, tensor in step.hub.items()]
+    if sorted(outputs) != sorted((name, tensor.shape) for name, tensor in whole.items()):
+        steps = [Step(tuple(specs), whole)]
+    # Larger types first: readers map the file, and want aligned tensors.
+    return sorted(steps, key=lambda step: -max((t.dtype.itemsize for t in step.hub.values()), default=0))
+
+
+def _meta(spec: Spec, dtype: torch.dtype | None) -> Tensor:
+    return torch.empty(spec.shape, dtype=_target(spec, dtype), device="meta")
+
+
+def _target(spec: Spec, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and spec.is_parameter and spec.dtype.is_floating_point else spec.dtype
+
+
+class HubFolder:
+    """The weight files of a model, in writing.
+
+    Args:
+        folder: where to; made if it isn't there.
+        weights_name: of the file; files of a larger model get numbers in it.
+        specs: the model's tensors.
+        to_hub: from the model's names to the hub's.
+        dtype: what parameters are cast to; None keeps their types.
+        max_shard_size: of one file, as in `save_pretrained`.
+
+    Attributes:
+        portions: the names that `add` wants together, in the order it wants them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        weights_name: str,
+        specs: Mapping[str, Spec],
+        to_hub: ToHub,
+        dtype: torch.dtype | None,
+        max_shard_size: int | str,
+    ) -> None:
+        self._folder, self._stem = folder, weights_name.removesuffix(".safetensors")
+        self._specs, self._to_hub, self._dtype = specs, to_hub, dtype
+        steps = steps_to_hub(specs, dtype, to_hub)
+        self.portions = [step.names for step in steps]
+        everything = {name: tensor for step in steps for name, tensor in step.hub.items()}
+        split = split_torch_state_dict_into_shards(
+            everything, filename_pattern=f"{self._stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+        )
+        self._file_of = dict(split.tensor_to_filename)
+        self._entries = {
+            file: [Entry(name, everything[name].dtype, tuple(everything[name].shape)) for name in names]
+            for file, names in split.filename_to_tensors.items()
+        }
+        self._index = {"metadata": split.metadata, "weight_map": self._file_of} if split.is_sharded else None
+        self._open: tuple[str, TensorFile] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, portion: Mapping[str, Tensor]) -> None:
+        """Writes the next of `portions`, full tensors on the CPU."""
+        cast = {name: tensor.to(_target(self._specs[name], self._dtype)) for name, tensor in portion.items()}
+        for name, tensor in self._to_hub(cast).items():
+            file = self._file_of[name]
+            if self._open is None or self._open[0] != file:
+                self._finish_file()
+                self._open = (file, TensorFile(self._folder / f"{file}.tmp", self._entries[file]))
+            self._open[1].add(name, tensor)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Puts the index in place and takes away what an earlier export left: it would be loaded instead.
+
+        Args:
+            failed: only takes away the file that is in writing.
+        """
+        if failed:
+            if self._open is not None:
+                self._open[1].close()
+                (self._folder / f"{self._open[0]}.tmp").unlink(missing_ok=True)
+            return
+        self._finish_file()
+        index = f"{self._stem}.safetensors.index.json"
+        keep = set(self._entries)
+        if self._index is not None:
+            write_durably(self._folder / index, json.dumps(self._index, indent=2, sort_keys=True).encode())
+            keep.add(index)
+        ours = re.compile(rf"{re.escape(self._stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json|\.tmp)?")
+        for path in self._folder.iterdir():
+            if path.name not in keep and ours.fullmatch(path.name):
+                path.unlink()
+        sync_folder(self._folder)
+
+    def _finish_file(self) -> None:
+        if self._open is not None:
+            file, writer = self._open
+            writer.finish()
+            (self._folder / f"{file}.tmp").replace(self._folder / file)
+            self._open = None

@@ -1,0 +1,241 @@
+"""Loading: a rank's boxes cut from the stored ones, whatever layout wrote them.
+
+In two phases. Everything that can be found wrong is found first, on all ranks, and raised on all of them with
+nothing changed in memory. Then the tensors are filled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_etp.checkpoint.agree import agreed, raise_together, same_everywhere
+from ds_etp.checkpoint.boxes import LogicalTensor, logical_tensors, persistent_buffers
+from ds_etp.checkpoint.format import BUFFER, WEIGHT, Index, Stored
+from ds_etp.checkpoint.states import EngineStates, Slot, apply_settings
+from ds_etp.errors import CheckpointError
+from ds_etp.log import log_table, logger
+from ds_etp.topology import Topology
+
+SKIP_HASHES = "DS_ETP_SKIP_HASHES"
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What to load.
+
+    Attributes:
+        folder: the tag's folder.
+        strict: the checkpoint has to have every parameter of the model and no other.
+        optimizer: moments, steps and hyperparameters too.
+        layout: sizes and ZeRO stage of this run, for the log.
+    """
+
+    folder: Path
+    strict: bool
+    optimizer: bool
+    layout: dict[str, Any]
+
+
+def load(
+    model: nn.Module, states: EngineStates, topology: Topology, request: LoadRequest
+) -> tuple[Index, dict[str, Any]]:
+    """Fills an engine's tensors from a checkpoint. Collective over the world.
+
+    Returns:
+        The checkpoint's index, and the state (lr scheduler, client state) saved with it.
+
+    Raises:
+        CheckpointError: on every rank alike; it names the file. Unless it says so, nothing was changed.
+    """
+    what, rank = f"loading checkpoint {request.folder}", dist.get_rank()
+    tensors: list[LogicalTensor] = []
+    stored: Stored
+    state: dict[str, Any] = {}
+    same_everywhere("loading a checkpoint", (str(request.folder), request.strict, request.optimizer))
+    with agreed(what):
+        tensors = logical_tensors(model, topology, rank)
+        stored = Stored.open(request.folder)
+        _check_model(stored.index, tensors, dict(persistent_buffers(model)), request)
+        if request.optimizer:
+            _check_optimizer(stored.index, states, request.folder)
+        if not os.environ.get(SKIP_HASHES):
+            # Each file once, by one of the ranks.
+            for name in list(stored.index.files)[rank :: dist.get_world_size()]:
+                stored.check_file(name)
+        state = torch.load(request.folder / stored.index.extra["state_file"], map_location="cpu", weights_only=True)
+    with stored:
+        slots = _prepared(what, stored.index, tensors, states) if request.optimizer else {}
+        states.before_load()
+        with agreed(f"{what} (the engine now holds a part of it: load a complete one before you train on)"):
+            _fill(model, stored, tensors, states, request.optimizer)
+            if request.optimizer:
+                _restore_slots(stored.index, states, slots)
+        states.after_load()
+    if rank == 0:
+        _log(stored.index, request, tensors)
+    return stored.index, state
+
+
+def _check_model(index: Index, tensors: list[LogicalTensor], buffers: dict[str, Tensor], request: LoadRequest) -> None:
+    own = {tensor.name: tensor.shape for tensor in tensors}
+    where = f"{request.folder} was written by another model"
+    for name, shape in own.items():
+        if name in index.parameters and index.parameters[name] != shape:
+            raise CheckpointError(f"{where}: {name} is {index.parameters[name]} there and {shape} here")
+    for name, buffer in buffers.items():
+        stored = index.tensors.get(f"{BUFFER}/{name}")
+        if stored is not None and stored.shape != tuple(buffer.shape):
+            raise CheckpointError(f"{where}: buffer {name} is {stored.shape} there and {tuple(buffer.shape)} here")
+    if not own.keys() & index.parameters.keys():
+        raise CheckpointError(f"{where}: it has none of this model's parameters")
+    if not request.strict:
+        return
+    there, here = {*index.parameters, *index.buffers}, {*own, *buffers}
+    if there != here:
+        raise CheckpointError(
+            f"{where}: {_some(there - here)} only there, {_some(here - there)} only here. To load what both have, "
+            "pass load_module_strict=False."
+        )
+    excluded = [name for name in own if f"{WEIGHT}/{name}" not in index.tensors]
+    if excluded:
+        raise CheckpointError(
+            f"{request.folder} was saved with exclude_frozen_parameters: it lacks {_some(excluded)}. To keep the "
+            "weights that the model has of these, pass load_module_strict=False."
+        )
+
+
+def _check_optimizer(index: Index, states: EngineStates, folder: Path) -> None:
+    if states.optimizer_class is not None and index.optimizer is None:
+        raise CheckpointError(
+            f"{folder} has no optimizer states: it was saved without an optimizer. Pass load_optimizer_states=False."
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "") or "none"
+
+
+def _prepared(
+    what: str, index: Index, tensors: list[LogicalTensor], states: EngineStates
+) -> dict[int, tuple[Slot, list[str]]]:
+    """Makes the optimizer's states exist and compares them with the stored ones; the slots with their parameters.
+
+    States that this engine had not had before go again if anything is wrong.
+    """
+    slots: dict[int, tuple[Slot, list[str]]] = {id(slot): (slot, []) for slot in states.slots()}
+    for tensor in tensors:
+        slot = states.place(tensor.parameter).slot
+        if slot is not None:
+            slots[id(slot)][1].append(tensor.name)
+    made: list[Slot] = []
+    failure: Exception | None = None
+    try:
+        for slot, names in slots.values():
+            stored = {name: index.kinds_of(name) - {WEIGHT} for name in names}
+            if not any(stored.values()):
+                continue
+            if not slot.state:
+                made.append(slot)
+                states.prepare([slot])
+            for name, kinds in stored.items():
+                if kinds and kinds != set(slot.kinds()):
+                    theirs = index.optimizer["class"] if index.optimizer else None
+                    raise CheckpointError(
+                        f"its optimizer, {theirs}, keeps {_some(kinds)} of {name}; this engine's, "
+                        f"{states.optimizer_class}, keeps {_some(slot.kinds())}. Pass load_optimizer_states=False "
+                        "to load the weights alone."
+                    )
+    except Exception as error:
+        failure = error
+    try:
+        raise_together(what, failure)
+    except CheckpointError:
+        for slot in made:
+            slot.forget()
+        raise
+    return slots
+
+
+def _fill(
+    model: nn.Module, stored: Stored, tensors: list[LogicalTensor], states: EngineStates, optimizer: bool
+) -> None:
+    index = stored.index
+    without: list[str] = []
+    for tensor in tensors:
+        place = states.place(tensor.parameter)
+        if not place.held:
+            continue
+        kinds = [WEIGHT]
+        if optimizer and place.slot is not None:
+            kinds += place.slot.kinds()
+        for kind in kinds:
+            key = f"{kind}/{tensor.name}"
+            if key in index.tensors:
+                place.write(kind, _shard(stored, key, tensor))
+            elif kind != WEIGHT:
+                place.write(kind, torch.zeros(tensor.local_shape))
+                without.append(tensor.name)
+    for name, buffer in persistent_buffers(model):
+        if f"{BUFFER}/{name}" in index.tensors:
+            buffer.copy_(stored.read(f"{BUFFER}/{name}"))
+    if without and dist.get_rank() == 0:
+        logger().warning("no optimizer states are stored of %s: these start at zero", _some(set(without)))
+
+
+def _shard(stored: Stored, key: str, tensor: LogicalTensor) -> Tensor:
+    """This rank's local tensor of one kind."""
+    if len(tensor.pieces) == 1:
+        return stored.read(key, tensor.pieces[0].box)
+    local = torch.empty(tensor.local_shape, dtype=stored.index.tensors[key].dtype)
+    for piece in tensor.pieces:
+        piece.of(local).copy_(stored.read(key, piece.box))
+    return local
+
+
+def _restore_slots(index: Index, states: EngineStates, slots: dict[int, tuple[Slot, list[str]]]) -> None:
+    if index.optimizer is None:
+        return
+    facts = index.optimizer
+    for slot, names in slots.values():
+        known = [name for name in names if name in facts["group_of"]]
+        if not any(index.kinds_of(name) - {WEIGHT} for name in names):
+            slot.forget()
+        if not known:
+            continue
+        groups = {facts["group_of"][name] for name in known}
+        scalars = [facts["scalars"][name] for name in known]
+        chosen = max(scalars, key=lambda values: values.get("step", 0))
+        slot.set_scalars(chosen)
+        apply_settings(slot.group, facts["groups"][facts["group_of"][known[0]]])
+        if dist.get_rank() == 0 and (len(groups) > 1 or any(values != chosen for values in scalars)):
+            logger().warning(
+                "%s had hyperparameters or step counts of their own, and share one optimizer group here: "
+                "those of %s count",
+                _some(known),
+                known[0],
+            )
+
+
+def _log(index: Index, request: LoadRequest, tensors: list[LogicalTensor]) -> None:
+    changed = [key for key in request.layout if request.layout[key] != index.layout.get(key)]
+    what = "weights and optimizer states" if request.optimizer else "weights"
+    logger().info("loaded %s: %s", request.folder, what)
+    if changed:
+        rows = [(key, f"{index.layout.get(key)} -> {request.layout[key]}") for key in changed]
+        anew = sum(
+            {stored.box for stored in index.tensors[f"{WEIGHT}/{tensor.name}"].boxes}
+            != {piece.box for piece in tensor.pieces}
+            for tensor in tensors
+            if f"{WEIGHT}/{tensor.name}" in index.tensors
+        )
+        rows.append(("cut anew", f"{anew} of {len(tensors)} parameters, as rank 0 has them"))
+        log_table("checkpoint resharded", rows)

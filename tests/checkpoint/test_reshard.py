@@ -1,0 +1,48 @@
+"""Saved on one layout, loaded on another: the next steps are the unsharded run's, moments included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.runs import RECIPE, load_and_go, save_after, tensors_of, unsharded
+from tests.launcher import Launcher
+from tests.sharded import Layout
+from tests.tolerances import LOSS, NORM, TENSOR
+
+PLAIN = {"with_block": False}
+# world, tp, etp, ep, stage; (ep * etp) is not a multiple of tp in some, and etp and tp ranks differ in most.
+PAIRS = {
+    "tp2etp2 to ep2": (Layout(4, 2, 2, 1, 1), Layout(2, 1, 1, 2, 3)),
+    "etp2ep2 to tp2etp2": (Layout(4, 1, 2, 2, 2), Layout(4, 2, 2, 1, 1)),
+    "tp4etp2 on 8 to etp4": (Layout(8, 4, 2, 1, 1), Layout(4, 1, 4, 1, 0)),
+    "one rank to tp2": (Layout(1, stage=0), Layout(4, 2, 1, 1, 2)),
+    "tp2 to one rank": (Layout(4, 2, 1, 1, 1), Layout(1, stage=0)),
+    "tp2etp4ep2 on 8 to tp2etp2": (Layout(8, 2, 4, 2, 2), Layout(2, 2, 2, 1, 0)),
+    "ep4 to tp4etp2ep2 on 8": (Layout(4, 1, 1, 4, 3), Layout(8, 4, 2, 2, 1)),
+    "etp2 to tp4ep2": (Layout(2, 1, 2, 1, 0), Layout(4, 4, 1, 2, 3)),
+    "tp2etp4 to etp2ep2": (Layout(4, 2, 4, 1, 3), Layout(4, 1, 2, 2, 2)),
+    "tp2etp2ep2 on 8 to tp2etp2": (Layout(8, 2, 2, 2, 3), Layout(2, 2, 2, 1, 2)),
+    "three ranks to tp2ep2": (Layout(3, stage=2), Layout(4, 2, 1, 2, 1)),
+    "tp4etp2 to etp4ep2 on 8": (Layout(4, 4, 2, 1, 0), Layout(8, 1, 4, 2, 3)),
+    "tp4etp2 to plain": (Layout(4, 4, 2, 1, 3), Layout(2, stage=1, **PLAIN)),
+    "plain to tp2etp2": (Layout(2, stage=2, **PLAIN), Layout(4, 2, 2, 1, 1)),
+    "plain ZeRO-3 to etp2": (Layout(2, stage=3, **PLAIN), Layout(2, 1, 2, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_next_steps(launcher: Launcher, tmp_path: Path, name: str) -> None:
+    before, after = PAIRS[name]
+    folder, again = str(tmp_path / "saved"), str(tmp_path / "resaved")
+    launcher.run(before.world, save_after, recipe=RECIPE, layout=before, folder=folder)
+    truth = unsharded(RECIPE, before.dp, after.dp)
+    for steps in launcher.run(after.world, load_and_go, recipe=RECIPE, layout=after, folder=folder, again=again):
+        for got, wanted, limit in ((steps.losses, truth.losses, LOSS), (steps.norms, truth.norms, NORM)):
+            assert all(abs(a - b) <= limit * abs(b) for a, b in zip(got, wanted, strict=True)), (got, wanted)
+    tensors = tensors_of(tmp_path / "resaved" / "again")
+    assert {key for key in tensors if not key.startswith("buffer/")} == set(truth.tensors)
+    for key, wanted in truth.tensors.items():
+        error = ((tensors[key] - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)).item()
+        assert error <= TENSOR, f"{key} is off by {error:.1e} of its largest entry"
