@@ -168,7 +168,7 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     set_optimizer_flags(engine._config, model)  # Muon looks at shapes, which have changed
     overrides.allow_zero3_experts(engine)
     install_checkpoints(engine)
-    install_exports(engine)
+    install_exports(engine, model)
     install_get_state_dict()
     optimizers.give_experts_their_groups(engine)
     overrides.after_optimizer(engine, lambda: optimizers.correct_optimizer(engine, groups))

@@ -147,7 +147,7 @@ def consolidated_state_dict(engine: Any, exclude_frozen_parameters: bool = False
         return full_state_dict(tensors, tied_names(engine.module))
 
 
-def install_exports(engine: Any) -> None:
+def install_exports(engine: Any, model: nn.Module) -> None:
     """Makes one engine's export methods write the whole model."""
     wanted = engine._config._param_dict.get("zero_optimization", {}).get(_GATHER)
     # DeepSpeed's default is off, since gathering is slow and needs memory for all on rank 0. Then Trainer writes
@@ -178,6 +178,19 @@ def install_exports(engine: Any) -> None:
     def consolidate(_: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(consolidated_state_dict, engine)
 
+    def refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("state_dict") is None and (len(args) < 2 or args[1] is None):
+                raise CheckpointError(
+                    f"save_pretrained({str(save_directory)!r}) of the model would write this rank's shards under the "
+                    "whole model's names. Call ds_etp.save_pretrained(engine, folder) on every rank instead."
+                )
+            return original(save_directory, *args, **kwargs)
+
+        return save_pretrained
+
+    if isinstance(model, PreTrainedModel):
+        override(model, "save_pretrained", refuse_shards)
     override(engine, "zero_gather_16bit_weights_on_model_save", allowed)
     for name, make in {
         "save_16bit_model": save,

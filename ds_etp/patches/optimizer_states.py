@@ -25,6 +25,7 @@ from ds_etp.checkpoint.format import WEIGHT
 from ds_etp.checkpoint.states import EngineStates, Place, Slot
 from ds_etp.errors import CheckpointError
 from ds_etp.patches.optimizer_slots import OptimizerSlot
+from ds_etp.rows import all_gather_single
 
 Cut = Callable[[Tensor], Tensor | None]
 
@@ -111,7 +112,7 @@ class _Partition(_Place):
         size = dist.get_world_size(self.group)
         whole = part if size == 1 else part.new_empty(size * part.numel())
         if size > 1:
-            dist.all_gather_into_tensor(whole, part, group=self.group)
+            all_gather_single(whole, part, group=self.group)
         parameter = self.parameter
         return whole[: parameter.ds_numel].view(parameter.ds_shape) if dist.get_rank() == reader else None
 
