@@ -12,7 +12,7 @@ CORNERS=(
 export OMP_NUM_THREADS=1
 
 # The versions in question, and what depends on them: an older transformers wants an older tokenizers.
-pins=$(grep -Ev '^(#|$|(deepspeed|transformers|tokenizers|datasets|matplotlib|ruff|mypy)==)' requirements-dev.txt)
+pins=$(grep -Ev '^(#|$|(deepspeed|transformers|tokenizers|datasets|matplotlib|ruff|mypy|trl)==)' requirements-dev.txt)
 torch=$(grep '^torch==' <<<"$pins")
 
 for corner in "${CORNERS[@]}"; do

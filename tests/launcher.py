@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -18,6 +19,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.worker"])
 # A rank that failed leaves its peers waiting in a collective; their own errors, if any, come soon after.
 _GRACE = 5.0
+# DeepSpeed never lets go of a ZeRO-3 engine, nor that of its process groups and their threads: a worker that has run
+# many cases has a thousand of them. A new one costs a fork.
+_CASES_PER_WORKER = 20
 # DeepSpeed may have to compile its CPU collectives first, and a rank that is killed meanwhile leaves a lock that every
 # later run waits for.
 _FIRST_CASE = 300.0
@@ -31,7 +35,7 @@ class _Worker:
     def __init__(self, rank: int, log: Path) -> None:
         from tests import worker
 
-        self.rank, self.log = rank, log
+        self.rank, self.log, self.cases = rank, log, 0
         self.pipe, child = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(target=worker.main, args=(rank, child, str(log)), daemon=True)
         self.process.start()
@@ -82,15 +86,20 @@ class Launcher:
         raise CaseFailed(self._report(workers, answers, timeout))
 
     def close(self) -> None:
-        """Ends every worker."""
+        """Ends every worker, and removes their logs."""
         for worker in self._workers.values():
             worker.end()
         self._workers.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _worker(self, rank: int) -> _Worker:
         worker = self._workers.get(rank)
+        if worker is not None and worker.cases >= _CASES_PER_WORKER:
+            worker.end()
+            worker = None
         if worker is None or not worker.process.is_alive():
             worker = self._workers[rank] = _Worker(rank, self._folder / f"rank-{rank}.log")
+        worker.cases += 1
         return worker
 
     @staticmethod

@@ -22,7 +22,11 @@ import transformers
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 
+# transformers imports models when they are first used: here, they are in every fork.
+from transformers import MixtralForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
+
 import ds_etp
+import ds_etp.extension
 
 # Longer than the parent waits for a case: the parent ends a case that hangs, and shows where it hung.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -86,3 +90,4 @@ def _reset() -> None:
     # A counter in a default argument. Ranks that sat out a smaller case would disagree with the others.
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     gc.collect()
+    gc.freeze()  # DeepSpeed never lets go of a ZeRO-3 engine: what is left would be walked in every collection to come

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -23,10 +24,14 @@ CORNER_CASES = {(stage, split) for stage in (1, 2) for split in [(1, 2, 2), (2, 
 
 def _cases() -> list[Any]:
     cases = []
-    for stage in (0, 1, 2, 3):
-        for split in SPLITS:
-            marks = [pytest.mark.compat] if (stage, split) in CORNER_CASES else []
-            cases.append(pytest.param(stage, split, id=f"{stage}-{'x'.join(map(str, split))}", marks=marks))
+    for stage, split in itertools.product((0, 1, 2, 3), SPLITS):
+        combinations = [("mixtral", "sgd"), ("qwen3_moe", "adamw")]
+        if stage in (1, 3):
+            combinations += [("mixtral", "adamw"), ("qwen3_moe", "sgd")]
+        marks = [pytest.mark.compat] if (stage, split) in CORNER_CASES else []
+        for family, optimizer in combinations:
+            label = f"{stage}-{'x'.join(map(str, split))}-{family}-{optimizer}"
+            cases.append(pytest.param(stage, split, family, optimizer, id=label, marks=marks))
     return cases
 
 
@@ -36,10 +41,9 @@ def host_sums_norms_over_heads() -> bool:
     return style in SUPPORTED_STYLES and style in Qwen3MoeConfig.base_model_tp_plan.values()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(("stage", "split"), _cases())
+@pytest.mark.parametrize(("stage", "split", "family", "optimizer"), _cases())
 def test_four_ranks(launcher: Launcher, stage: int, split: tuple[int, int, int], family: str, optimizer: str) -> None:
+    """Every stage and split with both families and under both optimizers; at stages 1 and 3 in all combinations."""
     tp, etp, ep = split
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage)
     recipe = Recipe(family=family, optimizer=optimizer, dp=layout.dp)
