@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
 from ds_etp.experts import Shard, adopt
@@ -146,7 +147,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -
             continue
         if is_moe_param(parameter):
             kind = "expert"
-        elif getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+        elif is_model_parallel_parameter(parameter):
             kind = "tensor"
         else:
             kind = "whole"

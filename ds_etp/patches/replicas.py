@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
 from ds_etp.errors import config_error
@@ -37,8 +38,8 @@ def check_first_gradients(engine: Any, tp: Peers) -> None:
     norms: dict[str, Tensor] = {}
     names, handles = [], []
     for name, parameter in engine.module.named_parameters():
-        split = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
-        if parameter.requires_grad and not split and not is_moe_param(parameter):
+        split = is_model_parallel_parameter(parameter) or is_moe_param(parameter)
+        if parameter.requires_grad and not split:
             names.append(name)
             handles.append(parameter.register_hook(_recorder(norms, name)))
 
