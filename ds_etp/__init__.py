@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_etp.errors import CheckpointError, ConfigError
     from ds_etp.extension import register, unregister
+    from ds_etp.families import register_layout
+    from ds_etp.fused import fuse_experts
+    from ds_etp.layouts import Cut
     from ds_etp.patches.checkpoints import load_checkpoint, save_checkpoint
     from ds_etp.patches.exports import save_pretrained
     from ds_etp.topology import Topology
@@ -23,10 +26,13 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Cut",
     "Topology",
+    "fuse_experts",
     "initialize",
     "load_checkpoint",
     "register",
+    "register_layout",
     "save_checkpoint",
     "save_pretrained",
     "unregister",
@@ -35,9 +41,12 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "ds_etp.errors",
     "ConfigError": "ds_etp.errors",
+    "Cut": "ds_etp.layouts",
     "Topology": "ds_etp.topology",
+    "fuse_experts": "ds_etp.fused",
     "load_checkpoint": "ds_etp.patches.checkpoints",
     "register": "ds_etp.extension",
+    "register_layout": "ds_etp.families",
     "save_checkpoint": "ds_etp.patches.checkpoints",
     "save_pretrained": "ds_etp.patches.exports",
     "unregister": "ds_etp.extension",

@@ -157,11 +157,14 @@ def check_plan(block: ExpertTensorParallelConfig, topology: Topology) -> None:
         )
 
 
-def check_layer(topology: Topology, path: str, *, num_experts: int, intermediate_size: int) -> None:
+def check_layer(
+    topology: Topology, path: str, *, num_experts: int, intermediate_size: int, spare_experts: int = 0
+) -> None:
     """Checks one experts module: ep must divide its experts (E), etp their intermediate size (I).
 
     Args:
         path: the module's dotted path, for the message.
+        spare_experts: rows that follow those of the experts; ep must divide them too.
 
     Raises:
         ConfigError: names the layer and the sizes that divide it and still tile this world.
@@ -170,6 +173,7 @@ def check_layer(topology: Topology, path: str, *, num_experts: int, intermediate
     stages = f", pp={pp}" if pp > 1 else ""
     for name, size, other, fixed, what, total in (
         ("ep", ep, "etp", etp, "number of experts", num_experts),
+        ("ep", ep, "etp", etp, "number of experts without weights of their own", spare_experts),
         ("etp", etp, "ep", ep, "intermediate size", intermediate_size),
     ):
         if total % size:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
@@ -51,7 +50,11 @@ class Shard:
 
 
 class ShardedExperts:
-    """The mixin in front of a family's experts class."""
+    """The mixin in front of a family's experts class, for the calling convention of transformers 5.
+
+    A subclass, given to `register_layout` as the adapter, serves a class that is called in another way: its
+    `forward` takes what the class is called with, and hands `dispatch` tokens, indices and weights.
+    """
 
     ds_etp_shard: Shard
 
@@ -59,23 +62,48 @@ class ShardedExperts:
         """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
         plan = self.ds_etp_shard.plan
         rows = plan.dispatch(hidden_states, top_k_index, top_k_weights)
-        partial = super().forward(rows.x, rows.index, rows.weights)  # type: ignore[misc]
-        return plan.combine(partial, rows)
+        return plan.combine(self.on_local_rows(rows.x, rows.index, rows.weights), rows)
+
+    def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
+        partial: Tensor = super().forward(x, index, weights)  # type: ignore[misc]
+        return partial
+
+
+def _added_once(name: str) -> property:
+    """A parameter that every etp rank holds whole and rank 0 adds.
+
+    The others see zeros, and its gradient there is zeros, so that it counts once in the gradient norm too.
+    """
+
+    def get(module: Any) -> Tensor:
+        parameter: Tensor = module._parameters[name]
+        return parameter if module.ds_etp_shard.etp_index == 0 else parameter * 0
+
+    return property(get)
 
 
 @cache
-def _sharded_class(family: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Sharded{family.__name__}", (ShardedExperts, family), {"__module__": family.__module__})
+def _sharded_class(family: type, mixin: type, once: tuple[str, ...]) -> type:
+    body: dict[str, Any] = {"__module__": family.__module__, **{name: _added_once(name) for name in once}}
+    return type(f"Sharded{family.__name__}", (mixin, family), body)
 
 
 def adopt(module: nn.Module, shard: Shard) -> None:
     """Gives a module whose parameters were sliced its new class and its local sizes."""
     module.ds_etp_shard = shard  # type: ignore[assignment]
+    layout, topology = shard.layout, shard.topology
     for name, value in vars(module).items():
-        # Families count their experts under names of their own (num_experts, num_local_experts, ...).
-        if type(value) is int and "expert" in name and value == shard.layout.num_experts:
-            setattr(module, name, value // shard.topology.ep)
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+        if type(value) is not int:
+            continue
+        # Families keep these sizes under names of their own (num_experts, num_local_experts, intermediate_dim, ...).
+        if "expert" in name and value == layout.num_experts:
+            setattr(module, name, value // topology.ep)
+        elif "intermediate" in name and value == layout.intermediate_size:
+            setattr(module, name, value // topology.etp)
+    once = [name for name, parameter in layout.parameters.items() if parameter.dim is None and topology.etp > 1]
+    mixin: type = layout.adapter or ShardedExperts
+    module.__class__ = _sharded_class(type(module), mixin, tuple(once))  # type: ignore[arg-type]  # hash of Module
 
 
 def shard_in_place(module: nn.Module, shard: Shard) -> None:
@@ -103,9 +131,6 @@ def check_sizes(model: nn.Module) -> None:
     """Asserts that each rank holds its share of every expert parameter, to the element."""
     for path, module in sharded_modules(model):
         shard: Shard = module.ds_etp_shard
-        layout, topology = shard.layout, shard.topology
-        weights = layout.num_experts * layout.hidden_size * layout.intermediate_size // topology.expert_model_parallel
-        expected = {name: parameter.parts * weights for name, parameter in layout.parameters.items()}
         for name, parameter in module.named_parameters():
-            held = prod(full_shape(parameter))
-            assert held == expected[name], f"{path}.{name} holds {held} elements, its share is {expected[name]}"
+            held, share = full_shape(parameter), shard.layout.parameters[name].local_shape(shard.topology)
+            assert held == share, f"{path}.{name} holds {held}, its share is {share}"

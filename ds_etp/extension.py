@@ -16,15 +16,16 @@ from ds_etp import config as block_config
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
+from ds_etp.families import find_experts, read_layout
 from ds_etp.groups import ExpertGroups, check_name
-from ds_etp.layouts import ExpertsLayout, find_experts, read_layout
+from ds_etp.layouts import ExpertsLayout
 from ds_etp.log import log_table
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
 from ds_etp.patches.engine import engine_patches
-from ds_etp.patches.experts_interface import check_alignment, default_gate, refuse_split_model
+from ds_etp.patches.experts_interface import check_alignment, refuse_split_model
 from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
 from ds_etp.patches.loading import loading_patches
@@ -135,11 +136,15 @@ def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[
             f"found no routed experts in {type(model).__name__}",
             works="false, or a mixture-of-experts model of transformers",
         )
-    layouts = {path: read_layout(path, module, default_gate()) for path, module in modules.items()}
+    layouts = {path: read_layout(path, module) for path, module in modules.items()}
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
     for path, layout in layouts.items():
         block_config.check_layer(
-            topology, path, num_experts=layout.num_experts, intermediate_size=layout.intermediate_size
+            topology,
+            path,
+            num_experts=layout.num_experts,
+            intermediate_size=layout.intermediate_size,
+            spare_experts=layout.spare_experts,
         )
         itemsize = 2 if half else next(modules[path].parameters()).element_size()
         check_alignment(path, modules[path], layout, topology, itemsize)

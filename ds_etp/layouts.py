@@ -1,15 +1,11 @@
-"""Experts modules: finding them, reading their layout, slicing and un-slicing their weights.
+"""How the weights of experts are cut: slicing, un-slicing, and the shapes of shards.
 
 Legend: E experts, H hidden size, I intermediate size. A shard is `I / etp` columns of `E / ep` experts.
-
-The layout is read from the flags transformers' `use_experts_implementation` leaves on a module, never from
-the model type or the class name. What isn't understood in full is refused: a half-split model trains, and
-trains wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,35 +16,87 @@ from ds_etp.errors import ConfigError
 from ds_etp.topology import Topology
 
 
+class UnsupportedExperts(ConfigError):
+    """An experts module whose layout ds_etp doesn't know."""
+
+
 @dataclass(frozen=True)
-class ParameterLayout:
-    """How one expert parameter `[E, ...]` is cut over etp.
+class Cut:
+    """How one kind of expert parameter `[E, ...]` is cut over etp, whatever its sizes.
 
     Attributes:
-        dim: the dimension that holds I.
-        parts: how many blocks of I it holds: 2 where gate and up are concatenated.
+        dim: the dimension that holds I. None: no dimension does, as with the bias of a down projection. Every etp
+            rank then holds all of it and one of them adds it.
+        parts: how many blocks of I lie one after the other in `dim`: 2 where gate and up are concatenated.
+        width: entries of `dim` for each column of I: 2 where gate and up are interleaved.
+        spare: whether more rows than E may follow, of experts that have no weights (longcat_flash).
     """
 
-    dim: int
+    dim: int | None
     parts: int = 1
+    width: int = 1
+    spare: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How one expert parameter is cut over ep and etp.
+
+    Attributes:
+        shape: of the whole parameter.
+        dim: the dimension that is cut over etp; None: every etp rank holds all of it, and rank 0 adds it.
+        parts: equal blocks of `dim`, each of which is cut.
+        experts: blocks of dimension 0, each of which is dealt out over ep: E, and what follows.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    parts: int = 1
+    experts: tuple[int, ...] = ()
+
+    def widths(self, topology: Topology) -> tuple[list[list[int]], list[list[int]] | None]:
+        """What each rank has of each block: `[block][ep rank]` rows, and `[block][etp rank]` entries of `dim`."""
+        rows = [[count // topology.ep] * topology.ep for count in self.experts or self.shape[:1]]
+        if self.dim is None:
+            return rows, None
+        width = self.shape[self.dim] // self.parts // topology.etp
+        return rows, [[width] * topology.etp for _ in range(self.parts)]
+
+    def local_shape(self, topology: Topology) -> tuple[int, ...]:
+        """The shape of one shard."""
+        shape = list(self.shape)
+        shape[0] //= topology.ep
+        if self.dim is not None:
+            shape[self.dim] //= topology.etp
+        return tuple(shape)
 
     def shard(self, full: Tensor, topology: Topology, ep_index: int, etp_index: int) -> Tensor:
         """One rank's shard, a view of `full` where there is one block, a new tensor where there are more."""
-        experts = full.shape[0] // topology.ep
-        own = full.narrow(0, ep_index * experts, experts)
-        if topology.etp == 1:
-            return own
-        pieces = [part.chunk(topology.etp, self.dim)[etp_index] for part in own.chunk(self.parts, self.dim)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        rows, columns = self.widths(topology)
+        own = _take(full, 0, rows, ep_index)
+        return own if columns is None or self.dim is None else _take(own, self.dim, columns, etp_index)
 
     def unshard(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """The full parameter from `shards[ep_index][etp_index]`."""
-        rows = []
-        for peers in shards:
-            pieces = [shard.chunk(self.parts, self.dim) for shard in peers]
-            blocks = [torch.cat([piece[part] for piece in pieces], self.dim) for part in range(self.parts)]
-            rows.append(torch.cat(blocks, self.dim))
-        return torch.cat(rows, 0)
+        topology = Topology(len(shards) * len(shards[0]), ep=len(shards), etp=len(shards[0]))
+        rows, columns = self.widths(topology)
+        whole = [peers[0] if columns is None else _join(peers, self.dim or 0, columns) for peers in shards]
+        return _join(whole, 0, rows)
+
+
+def _take(full: Tensor, dim: int, widths: list[list[int]], index: int) -> Tensor:
+    """What rank `index` has of a tensor whose dimension `dim` is cut block by block."""
+    if len(widths[0]) == 1:
+        return full
+    starts = [sum(map(sum, widths[:block])) + sum(shares[:index]) for block, shares in enumerate(widths)]
+    pieces = [full.narrow(dim, start, shares[index]) for start, shares in zip(starts, widths, strict=True)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _join(shards: Sequence[Tensor], dim: int, widths: list[list[int]]) -> Tensor:
+    """The reverse of `_take`."""
+    split = [shard.split([shares[index] for shares in widths], dim) for index, shard in enumerate(shards)]
+    return torch.cat([pieces[block] for block in range(len(widths)) for pieces in split], dim)
 
 
 @dataclass(frozen=True)
@@ -58,116 +106,64 @@ class ExpertsLayout:
     Attributes:
         num_experts, hidden_size, intermediate_size: E, H, I of the unsharded module.
         parameters: layout by parameter name; the module has no other parameters.
+        adapter: the mixin for a calling convention other than `experts(x [T, H], index [T, K], weights [T, K])`:
+            a subclass of `ds_etp.experts.ShardedExperts`.
     """
 
     num_experts: int
     hidden_size: int
     intermediate_size: int
     parameters: dict[str, ParameterLayout]
+    adapter: type[Any] | None = None
 
-
-class UnsupportedExperts(ConfigError):
-    """An experts module whose layout ds_etp doesn't know."""
-
-
-# What `use_experts_implementation` says of the standard layout. A flag that a transformers release doesn't
-# have yet takes the value that all modules had then.
-_STANDARD_FLAGS = {
-    "has_gate": True,
-    "has_bias": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_post_expert_norm": False,
-    "_is_expert_parallel": False,
-}
-_FLAG_MEANING = {
-    "has_gate": "experts without a gate",
-    "has_bias": "experts with biases",
-    "is_transposed": "transposed expert weights",
-    "is_concatenated": "interleaved gate and up weights",
-    "has_post_expert_norm": "a norm after the down projection",
-    "_is_expert_parallel": "experts that transformers has split already",
-}
-
-
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module that holds routed experts, supported or not, by its path in `model`."""
-    return dict(_walk_experts(model))
-
-
-def _walk_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    inside: str | None = None
-    for path, module in model.named_modules():
-        if inside is not None and path.startswith(inside):
-            continue  # a part of experts already found
-        if _holds_experts(path, module):
-            inside = path + "."
-            yield path, module
-
-
-def _holds_experts(path: str, module: nn.Module) -> bool:
-    if _is_decorated(module):
-        return True
-    named_so = path.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
-    return named_so and next(module.parameters(), None) is not None
-
-
-def _is_decorated(module: nn.Module) -> bool:
-    return hasattr(type(module), "_apply_gate") and "has_bias" in vars(module)
-
-
-def read_layout(path: str, module: nn.Module, default_gate: Callable[..., Tensor]) -> ExpertsLayout:
-    """The layout of an experts module.
-
-    Args:
-        path: where it is in the model, for messages.
-        module: the unsharded module; its parameters may be partitioned by ZeRO-3.
-        default_gate: transformers' own `_apply_gate`, which works on any slice of gate and up.
-
-    Raises:
-        UnsupportedExperts: the class name, and what keeps it from being split.
-    """
-    missing = list(_unsupported(module, default_gate))
-    if missing:
-        raise UnsupportedExperts(
-            f"expert_tensor_parallel cannot split {path} ({type(module).__name__}): {'; '.join(missing)}. "
-            "ds_etp splits experts modules of transformers with one gate_up_proj [E, 2I, H] and one "
-            "down_proj [E, H, I]. No layer of this model was changed."
-        )
-    num_experts, hidden_size, intermediate_size = full_shape(module.down_proj)  # type: ignore[arg-type]
-    parameters = {"gate_up_proj": ParameterLayout(dim=1, parts=2), "down_proj": ParameterLayout(dim=2)}
-    return ExpertsLayout(num_experts, hidden_size, intermediate_size, parameters)
-
-
-def _unsupported(module: nn.Module, default_gate: Callable[..., Tensor]) -> Iterator[str]:
-    """What keeps a module from the standard layout, one phrase each."""
-    if not _is_decorated(module):
-        yield "it carries none of transformers' layout flags (no use_experts_implementation)"
-        return
-    for flag, standard in _STANDARD_FLAGS.items():
-        if getattr(module, flag, standard) != standard:
-            yield f"{_FLAG_MEANING[flag]} ({flag}={getattr(module, flag)})"
-    for name, value in vars(module).items():
-        if isinstance(value, bool) and name.startswith(("has_", "is_")) and name not in _STANDARD_FLAGS:
-            yield f"an unknown layout flag {name}={value}, newer than this ds_etp"
-    gate: Any = type(module)
-    if gate._apply_gate is not default_gate:
-        yield "a gate function of its own (_apply_gate)"
-    if "ds_etp_shard" in vars(module):
-        yield "it is a shard already, of an engine made from the same model"
-    if "forward" in vars(module):
-        yield "its forward was replaced on the instance (by a device_map, a hook or a kernel)"
-    shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
-    if set(shapes) != {"gate_up_proj", "down_proj"}:
-        yield f"its parameters are {', '.join(sorted(shapes)) or 'none'}"
-    elif len(shapes["down_proj"]) != 3 or shapes["gate_up_proj"] != (
-        shapes["down_proj"][0],
-        2 * shapes["down_proj"][2],
-        shapes["down_proj"][1],
-    ):
-        yield f"gate_up_proj {shapes['gate_up_proj']} and down_proj {shapes['down_proj']} don't fit together"
+    @property
+    def spare_experts(self) -> int:
+        """How many rows follow those of the experts, at most. They are dealt out over ep too."""
+        return max((sum(parameter.experts[1:]) for parameter in self.parameters.values()), default=0)
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """A parameter's shape, also while ZeRO-3 has it partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def apply_cuts(module: nn.Module, cuts: dict[str, Cut], adapter: type[Any] | None = None) -> ExpertsLayout | str:
+    """The layout of a module whose parameters are cut so; or, in a phrase, why that doesn't fit the module.
+
+    Args:
+        module: the unsharded module; its parameters may be partitioned by ZeRO-3.
+        cuts: by parameter name.
+        adapter: see `ExpertsLayout`.
+    """
+    shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
+    if set(shapes) != set(cuts):
+        return f"its parameters are {', '.join(sorted(shapes)) or 'none'}, and {', '.join(sorted(cuts))} are known"
+    listed = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+    misfit = f"{listed} don't fit together"
+    exact = [name for name, cut in cuts.items() if not cut.spare]
+    if any(len(shape) < 2 for shape in shapes.values()) or not exact:
+        return misfit
+    num_experts = shapes[exact[0]][0]
+    columns: set[int] = set()  # what the parameters say I is
+    others: set[int] = set()  # their other sizes, which are H
+    for name, cut in cuts.items():
+        shape = shapes[name]
+        if cut.dim is not None:
+            if not 0 < cut.dim < len(shape) or shape[cut.dim] % (cut.parts * cut.width):
+                return misfit
+            columns.add(shape[cut.dim] // (cut.parts * cut.width))
+        others.update(size for dim, size in enumerate(shape) if dim not in (0, cut.dim))
+        if shape[0] < num_experts or (shape[0] != num_experts and not cut.spare):
+            return misfit
+    if len(columns) != 1 or len(others) != 1 or not num_experts:
+        return misfit
+    parameters = {
+        name: ParameterLayout(
+            shape=shapes[name],
+            dim=cut.dim,
+            parts=cut.parts,
+            experts=(num_experts, shapes[name][0] - num_experts) if cut.spare else (),
+        )
+        for name, cut in cuts.items()
+    }
+    return ExpertsLayout(num_experts, others.pop(), columns.pop(), parameters, adapter)

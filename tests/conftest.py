@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Where `make` has compiled DeepSpeed's collectives. Compiling them elsewhere takes a minute, and a rank that is killed
+# meanwhile leaves a lock that every later run waits for.
+_COMPILED = Path(sys.prefix) / "torch_extensions"
+if _COMPILED.is_dir():
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_COMPILED))
 
 from tests.launcher import Launcher
 

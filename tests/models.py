@@ -44,6 +44,48 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "router_aux_loss_coef": 0.05,
         },
     ),
+    # Kinds of layout: transposed with biases and gate and up interleaved; transposed; no gate; all tokens to every
+    # expert; experts without weights.
+    "gpt_oss": (
+        "GptOssConfig",
+        {"intermediate_size": 16, "num_local_experts": 4, "head_dim": 8, "router_aux_loss_coef": 0.05},
+    ),
+    "aria_text": ("AriaTextConfig", {"intermediate_size": 16, "moe_num_experts": 4, "moe_topk": 2}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["attention", "moe"],
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+            "head_dim": 8,
+            "mamba_num_heads": 2,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "ssm_state_size": 4,
+        },
+    ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {"intermediate_size": 16, "intermediate_size_mlp": 32, "num_local_experts": 4, "head_dim": 8},
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        {
+            "num_layers": 1,
+            "head_dim": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 3,
+            "ffn_hidden_size": 32,
+            "expert_ffn_hidden_size": 16,
+        },
+    ),
 }
 
 

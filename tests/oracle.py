@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models import make_batch, make_model, pin_experts
+from tests.variants import VARIANTS
 
 # AdamW divides each entry by its own size, down to eps. With the usual 1e-8 an entry whose gradient is all
 # rounding takes a full step in a random direction, in any two runs that sum in another order. Typical
@@ -33,6 +34,7 @@ class Recipe:
         pinned: expert indices that every token is sent to, whatever its router says.
         checkpointing: activation checkpointing, `reentrant` or `plain`; nothing where empty.
         frozen: parameters that don't train: `experts`, `dense` (all others), or none.
+        variant: experts of another shape than the family's, by their name in `tests.variants`.
     """
 
     family: str = "mixtral"
@@ -50,10 +52,13 @@ class Recipe:
     pinned: tuple[int, ...] = ()
     checkpointing: str = ""
     frozen: str = ""
+    variant: str = ""
 
     def model(self) -> Any:
         """The model at its start."""
         model = make_model(self.family, self.seed, self.implementation, **dict(self.changes))
+        if self.variant:
+            VARIANTS[self.variant](model)
         if self.pinned:
             pin_experts(model, self.pinned)
         if self.frozen:

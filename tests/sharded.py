@@ -165,7 +165,7 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
     world = dist.get_world_size()
     topology = engine.ds_etp.topology if "ds_etp" in vars(engine) else Topology(world)
     experts = {
-        f"{path}.{name}": module.ds_etp_shard
+        f"{path}.{name}": module.ds_etp_shard.layout.parameters[name]
         for path, module in engine.module.named_modules()
         if isinstance(module, ShardedExperts)
         for name, _ in module.named_parameters()
@@ -183,7 +183,7 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
             _assert_identical(name, parts, topology.groups("expert_dp"))
             block = topology.groups("expert_model_parallel")[0]
             shards = [[parts[rank] for rank in block[i : i + topology.etp]] for i in range(0, len(block), topology.etp)]
-            full[name] = experts[name].layout.parameters[name.rpartition(".")[2]].unshard(shards)
+            full[name] = experts[name].unshard(shards)
             continue
         meta = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
         dim = (meta or {}).get("partition_dim")

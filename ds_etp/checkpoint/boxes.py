@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_etp.errors import CheckpointError
 from ds_etp.experts import Shard, sharded_modules
-from ds_etp.layouts import full_shape
+from ds_etp.layouts import ParameterLayout, full_shape
 from ds_etp.topology import GroupKind, Topology
 
 Shape = tuple[int, ...]
@@ -91,7 +91,8 @@ class LogicalTensor:
         kind: how it is split: `expert` over etp and ep, `tensor` over tp by AutoTP, `whole` not at all.
         parameter: the parameter itself; ZeRO-3 may have it partitioned.
         pieces: what this rank holds; together they are its whole local tensor.
-        replicas: the ranks that hold the same pieces, this one included, in rank order.
+        replicas: the ranks whose pieces count as these, in rank order. This rank is one of them, but for what every
+            etp rank holds and rank 0 adds.
         writer: the one of them that writes the pieces to a checkpoint.
     """
 
@@ -116,8 +117,8 @@ def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[Log
     Raises:
         CheckpointError: AutoTP has split a parameter in a way it doesn't describe.
     """
-    experts: dict[str, Shard] = {
-        f"{path}.{name}": module.ds_etp_shard
+    experts: dict[str, tuple[ParameterLayout, Shard]] = {
+        f"{path}.{name}": (module.ds_etp_shard.layout.parameters[name], module.ds_etp_shard)
         for path, module in sharded_modules(model)
         for name, _ in module.named_parameters()
     }
@@ -130,11 +131,15 @@ def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[Log
         pieces: tuple[Piece, ...] = (Piece(Box((0,) * len(local), local), (0,) * len(local), 0),)
         if name in experts:
             kind = "expert"
-            shape, pieces = _expert_pieces(name.rpartition(".")[2], experts[name], local)
+            layout, shard = experts[name]
+            shape, pieces = layout.shape, _expert_pieces(layout, shard)
         elif meta is not None and not meta.get("replicated") and topology.tp > 1:
             kind = "tensor"
             shape, pieces = _autotp_pieces(name, meta, local, topology, topology.index_in("tp", rank))
         replicas = topology.group_of(_REPLICAS[kind], rank) if kind in _REPLICAS else tuple(range(topology.world))
+        if name in experts and experts[name][0].dim is None:
+            # All etp ranks hold it, and what rank 0 holds counts.
+            replicas = topology.group_of("expert_dp", topology.group_of("expt_tp", rank)[0])
         writer = replicas[place % len(replicas)]
         tensors.append(LogicalTensor(name, shape, local, kind, parameter, pieces, replicas, writer))
     return tensors
@@ -175,20 +180,20 @@ def strips(shape: Shape, dim: int, widths: Sequence[Sequence[int]], index: int) 
     return tuple(pieces)
 
 
-def _expert_pieces(name: str, shard: Shard, local: Shape) -> tuple[Shape, tuple[Piece, ...]]:
-    layout, topology = shard.layout.parameters[name], shard.topology
-    shape = [local[0] * topology.ep, *local[1:]]
-    shape[layout.dim] *= topology.etp
-    width = local[layout.dim] // layout.parts
-    cut = strips(tuple(shape), layout.dim, [[width] * topology.etp] * layout.parts, shard.etp_index)
-    own = Box((shard.ep_index * local[0], *(0 for _ in local[1:])), (local[0], *shape[1:]))
-    offset = shard.ep_index * topology.etp * layout.parts
+def _expert_pieces(layout: ParameterLayout, shard: Shard) -> tuple[Piece, ...]:
+    rows, columns = layout.widths(shard.topology)
+    if columns is None or layout.dim is None:
+        return strips(layout.shape, 0, rows, shard.ep_index)
+    across = strips(layout.shape, layout.dim, columns, shard.etp_index)
     pieces = []
-    for piece in cut:
-        box = piece.box.overlap(own)
-        assert box is not None
-        pieces.append(Piece(box, piece.local_start, offset + piece.number))
-    return tuple(shape), tuple(pieces)
+    for row in strips(layout.shape, 0, rows, shard.ep_index):
+        for column in across:
+            box = row.box.overlap(column.box)
+            assert box is not None
+            local_start = (row.local_start[0], *column.local_start[1:])
+            number = row.number * len(columns) * shard.topology.etp + column.number
+            pieces.append(Piece(box, local_start, number))
+    return tuple(pieces)
 
 
 def _autotp_pieces(

@@ -16,7 +16,7 @@ from deepspeed import zero
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.agree import everyone, from_first, raise_together
-from ds_etp.checkpoint.boxes import LogicalTensor, logical_tensors, persistent_buffers
+from ds_etp.checkpoint.boxes import Box, LogicalTensor, logical_tensors, persistent_buffers
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, Stored
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, Spec, Tensors, ToHub
 from ds_etp.checkpoint.states import EngineStates
@@ -71,6 +71,7 @@ class LiveTensors:
                 return None
             spec = self.specs[name]
             full = torch.empty(spec.shape, dtype=spec.dtype)
+            filled: set[Box] = set()
             for holder in holders:
                 shape, pieces = self._parts[holder][name]
                 if holder == rank:
@@ -79,7 +80,9 @@ class LiveTensors:
                     part = torch.empty(shape, dtype=spec.dtype, device=self._device)
                     dist.recv(part, src=holder)
                 for piece in pieces:
-                    full[piece.box.slices()] = piece.of(part)
+                    if piece.box not in filled:  # of what several hold, the first one's counts
+                        full[piece.box.slices()] = piece.of(part)
+                    filled.add(piece.box)
             return full
 
     @contextmanager

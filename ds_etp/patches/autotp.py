@@ -33,9 +33,12 @@ def without_experts(plan: dict[str, str], expert_names: Iterable[str]) -> dict[s
     names = list(expert_names)
 
     def is_about_experts(pattern: str) -> bool:
-        layers = "[^.]+".join(re.escape(part) for part in pattern.split("*"))
-        matcher = re.compile(rf"(?:.+\.)?{layers}")
-        return any(matcher.fullmatch(name) for name in names)
+        parts = pattern.split(".")
+        # What is below an experts module too: a plan names the family's own parameters, a replaced module has others.
+        owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
+        layers = ["[^.]+".join(re.escape(part) for part in owner.split("*")) for owner in owners]
+        matchers = [re.compile(rf"(?:.+\.)?{layer}") for layer in layers]
+        return any(matcher.fullmatch(name) for matcher in matchers for name in names)
 
     return {
         pattern: style for pattern, style in plan.items() if style != _ROUTER_STYLE and not is_about_experts(pattern)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.integrations import moe
+from torch import nn
 
 from ds_etp.errors import config_error
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.topology import Topology
-
-
-def default_gate() -> Callable[..., Tensor]:
-    """The `_apply_gate` that classes without one of their own get: it works on any slice of gate and up."""
-    gate: Callable[..., Tensor] = moe._default_apply_gate
-    return gate
-
 
 # What torch's grouped matrix multiply wants rows of an expert's weights to be a multiple of, in bytes.
 _GROUPED_MM_ALIGNMENT = 16

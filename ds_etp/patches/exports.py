@@ -26,6 +26,7 @@ from ds_etp.checkpoint.export import LiveTensors, StoredTensors, full_state_dict
 from ds_etp.checkpoint.format import LATEST, Stored
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS
 from ds_etp.errors import CheckpointError, config_error
+from ds_etp.fused import unfuse
 from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.optimizer_states import states_of
@@ -44,6 +45,7 @@ def hub_tensors(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     The steps that `PreTrainedModel.save_pretrained` (5.0 to 5.24) takes, without its `state_dict()`, its
     collectives and its copies of the whole model.
     """
+    state = unfuse(model, state)
     if not isinstance(model, PreTrainedModel):
         return state
     ignored = model._keys_to_ignore_on_save or ()

@@ -106,9 +106,11 @@ def test_expert_boxes_are_the_shards(etp: int, ep: int, edp: int, more: int) -> 
     """Against `layouts.ParameterLayout.shard`, on every rank; each box has one writer, and it holds it."""
     topology = Topology(etp * ep * edp, etp=etp, ep=ep)
     experts, hidden, inner = 4, 3, 4 * more
-    layout = ExpertsLayout(
-        experts, hidden, inner, {"gate_up_proj": ParameterLayout(1, 2), "down_proj": ParameterLayout(2)}
-    )
+    parameters = {
+        "gate_up_proj": ParameterLayout((experts, 2 * inner, hidden), 1, 2),
+        "down_proj": ParameterLayout((experts, hidden, inner), 2),
+    }
+    layout = ExpertsLayout(experts, hidden, inner, parameters)
     full = {
         "gate_up_proj": torch.randn(experts, 2 * inner, hidden),
         "down_proj": torch.randn(experts, hidden, inner),

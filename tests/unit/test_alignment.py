@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ds_etp import ConfigError, Topology
-from ds_etp.layouts import read_layout
-from ds_etp.patches.experts_interface import check_alignment, default_gate
+from ds_etp.families import read_layout
+from ds_etp.patches.experts_interface import check_alignment
 from tests.models import make_model
 
 
@@ -16,7 +16,7 @@ def test_grouped_mm(itemsize: int, etp: int, fits: bool) -> None:
     model = make_model("mixtral", implementation="grouped_mm")
     path = "model.layers.0.mlp.experts"
     module = model.get_submodule(path)
-    layout = read_layout(path, module, default_gate())
+    layout = read_layout(path, module)
     if fits:
         check_alignment(path, module, layout, Topology(8, etp=etp), itemsize)
         return
@@ -28,5 +28,5 @@ def test_eager_has_no_such_limit() -> None:
     """Nor has it any other."""
     model = make_model("mixtral")
     module = model.get_submodule("model.layers.0.mlp.experts")
-    layout = read_layout("experts", module, default_gate())
+    layout = read_layout("experts", module)
     check_alignment("experts", module, layout, Topology(16, etp=16), 2)
