@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from ds_etp.experts import Shard, adopt
@@ -32,6 +33,15 @@ def tag(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
         parameter.ds_zero_partition_group_name = groups.name  # type: ignore[attr-defined]
         parameter.ds_zero_placement_family = "autoep_expert"  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def follow_as_one(module: nn.Module) -> None:
+    """Has ZeRO-3 follow an experts module as one, without the activation function inside.
+
+    A family's forward calls that once for each expert that got tokens, so ranks would record different traces,
+    and ZeRO-3 stops where they differ. DeepSpeed does the same by itself for a few families (Mixtral, Qwen).
+    """
+    set_z3_leaf_module(module, True)
 
 
 def is_partitioned(module: nn.Module) -> bool:
