@@ -39,6 +39,10 @@ class Shard:
     etp_index: int
     plan: Plan
 
+    def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
+        return full_shape(parameter) == self.layout.parameters[name].shape
+
     def slice(self, name: str, full: Tensor) -> Tensor:
         """This rank's part of the full parameter `name`, in memory of its own."""
         if self.topology.expert_model_parallel == 1:
@@ -109,7 +113,8 @@ def adopt(module: nn.Module, shard: Shard) -> None:
 def shard_in_place(module: nn.Module, shard: Shard) -> None:
     """Shrinks a module's parameters to this rank's shard and adopts it. Not for ZeRO-3 partitioned ones."""
     for name, parameter in module.named_parameters():
-        parameter.data = shard.slice(name, parameter.data)
+        if shard.is_whole(name, parameter):
+            parameter.data = shard.slice(name, parameter.data)
     adopt(module, shard)
 
 

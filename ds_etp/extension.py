@@ -34,7 +34,7 @@ from ds_etp.patches.versions import check_host_versions
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
 from ds_etp.wire import choose_plan, tokens_are_replicated
-from ds_etp.zero import is_partitioned, shard_partitioned, tag
+from ds_etp.zero import follow_as_one, is_partitioned, shard_partitioned, tag
 
 
 @dataclass
@@ -81,9 +81,7 @@ class _Events:
             yield
             return
         extension.layouts = _checked_layouts(engine, model, extension.topology)
-        names = [*extension.layouts]
-        names += [f"{path}.{name}" for path, layout in extension.layouts.items() for name in layout.parameters]
-        with plan_without_experts(model, names):
+        with plan_without_experts(model, extension.layouts):
             yield
 
     def on_model(self, engine: Any, model: nn.Module) -> None:
@@ -160,6 +158,7 @@ def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups) -
         plan = plan_class(groups, layout.num_experts, reduce_dtype)
         shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
         tag(module.parameters(), groups)
+        follow_as_one(module)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
         else:

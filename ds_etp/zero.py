@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from ds_etp.experts import Shard, adopt
@@ -34,6 +35,15 @@ def tag(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
+def follow_as_one(module: nn.Module) -> None:
+    """Has ZeRO-3 follow an experts module as one, without the activation function inside.
+
+    A family's forward calls that once for each expert that got tokens, so ranks would record different traces,
+    and ZeRO-3 stops where they differ. DeepSpeed does the same by itself for a few families (Mixtral, Qwen).
+    """
+    set_z3_leaf_module(module, True)
+
+
 def is_partitioned(module: nn.Module) -> bool:
     """Whether `zero.Init` has partitioned a module's parameters."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
@@ -46,6 +56,8 @@ def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGr
     full layer. The parameter objects stay; they are partitioned over `expert_dp`. Collective over the world.
     """
     for name, parameter in module.named_parameters():
+        if not shard.is_whole(name, parameter):
+            continue
         convert = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]
         with zero.GatheredParameters([parameter]):
             part = shard.slice(name, parameter.data)

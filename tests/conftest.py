@@ -17,7 +17,7 @@ _COMPILED = Path(sys.prefix) / "torch_extensions"
 if _COMPILED.is_dir():
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_COMPILED))
 
-from tests.launcher import Launcher
+from tests.launcher import Launcher  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,25 @@ _COMMON: dict[str, Any] = {
     "output_router_logits": True,  # the auxiliary loss takes part in the parity
     "use_cache": False,
 }
+# A token may go to experts of 2 of the 4 groups; the first layer has no experts.
+_GROUPED: dict[str, Any] = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 # I is 16 where etp goes up to 4; E is 4 where ep goes up to 2.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"intermediate_size": 16, "num_local_experts": 4, "router_aux_loss_coef": 0.05}),
@@ -86,6 +105,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "expert_ffn_hidden_size": 16,
         },
     ),
+    "deepseek_v2": ("DeepseekV2Config", {**_GROUPED, **_LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**_GROUPED, **_LATENT, "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4MoeConfig", {**_GROUPED, "norm_topk_prob": True, "head_dim": 8}),
 }
 
 
@@ -104,11 +126,30 @@ def make_model(family: str, seed: int = 7, implementation: str = "eager", **chan
     return model
 
 
-def make_batch(step: int, data_rank: int, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
-    """One micro batch of one data-parallel rank: `[rows, length]` token ids, labels alike."""
+def make_batch(
+    step: int, data_rank: int, rows: int = 2, length: int = 12, padding: tuple[int, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """One micro batch of one data-parallel rank: `[rows, length]` token ids, labels alike.
+
+    Where `padding` is given, its entries are taken in turn by the rows of all ranks: that many positions on the
+    left are padding, which the attention mask and the labels leave out.
+    """
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
     ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
+    if not padding:
+        return {"input_ids": ids, "labels": ids.clone()}
+    left = torch.tensor([padding[(data_rank * rows + row) % len(padding)] for row in range(rows)])
+    real = torch.arange(length) >= left[:, None]
+    ids = ids.masked_fill(~real, 0)
+    return {"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real.long()}
+
+
+def set_score_biases(model: Any, spread: float) -> None:
+    """Gives every router's score-correction bias values between plus and minus `spread`, different by layer."""
+    for layer, (name, bias) in enumerate(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            generator = torch.Generator().manual_seed(layer)
+            bias.copy_((2 * torch.rand(bias.shape, generator=generator) - 1) * spread)
 
 
 def pin_experts(model: Any, experts: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models import make_batch, make_model, pin_experts
+from tests.models import make_batch, make_model, pin_experts, set_score_biases
 from tests.variants import VARIANTS
 
 # AdamW divides each entry by its own size, down to eps. With the usual 1e-8 an entry whose gradient is all
@@ -35,6 +35,9 @@ class Recipe:
         checkpointing: activation checkpointing, `reentrant` or `plain`; nothing where empty.
         frozen: parameters that don't train: `experts`, `dense` (all others), or none.
         variant: experts of another shape than the family's, by their name in `tests.variants`.
+        padding: positions of left padding, by row, in turn over the rows of all data-parallel ranks.
+        score_bias: how far the routers' score-correction biases go from zero.
+        noise_seed: seeds torch before each forward, by micro batch and data-parallel rank; not where None.
     """
 
     family: str = "mixtral"
@@ -53,6 +56,9 @@ class Recipe:
     checkpointing: str = ""
     frozen: str = ""
     variant: str = ""
+    padding: tuple[int, ...] = ()
+    score_bias: float = 0.0
+    noise_seed: int | None = None
 
     def model(self) -> Any:
         """The model at its start."""
@@ -61,6 +67,8 @@ class Recipe:
             VARIANTS[self.variant](model)
         if self.pinned:
             pin_experts(model, self.pinned)
+        if self.score_bias:
+            set_score_biases(model, self.score_bias)
         if self.frozen:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad = (".experts." in name) != (self.frozen == "experts")
@@ -72,17 +80,25 @@ class Recipe:
             model.enable_input_require_grads()
         return model
 
-    def compute_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        """The loss of one micro batch; `model` may be an engine."""
-        if self.loss == "labels":
-            loss: Tensor = model(**batch).loss
-            return loss
-        return model(input_ids=batch["input_ids"]).logits.float().square().mean()
+    def compute_loss(self, model: Any, batch: dict[str, Tensor], routers: list[Any] | None = None) -> Tensor:
+        """The loss of one micro batch; `model` may be an engine. What it says of its routers goes to `routers`."""
+        inputs = batch if self.loss == "labels" else {"input_ids": batch["input_ids"]}
+        outputs = model(**inputs)
+        if routers is not None:
+            said = (getattr(outputs, "aux_loss", None), *outputs.router_logits)
+            routers.append([value.detach().float().cpu() for value in said if value is not None])
+        loss: Tensor = outputs.loss if self.loss == "labels" else outputs.logits.float().square().mean()
+        return loss
+
+    def seed_noise(self, step: int, micro: int, data_rank: int) -> None:
+        """Before a forward: the noise that it draws (Mixtral's jitter) is that of this micro batch and rank."""
+        if self.noise_seed is not None:
+            torch.manual_seed(self.noise_seed + 1000 * (step * self.accumulate + micro) + data_rank)
 
     def batch(self, step: int, micro: int, data_rank: int) -> dict[str, Tensor]:
         """One micro batch of one data-parallel rank."""
         length = self.lengths[data_rank % len(self.lengths)] if self.lengths else 12
-        return make_batch(step * self.accumulate + micro, data_rank, self.rows, length)
+        return make_batch(step * self.accumulate + micro, data_rank, self.rows, length, self.padding)
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """The optimizer, as `ds_config` has DeepSpeed make it."""
@@ -100,12 +116,17 @@ class Recipe:
 
 @dataclass
 class Run:
-    """What a training did. Gradients are those of the last step, before clipping."""
+    """What a training did. Gradients are those of the last step, before clipping.
+
+    `routers` holds, by forward, the auxiliary loss, where the model has one, and the router logits of every layer:
+    of all data-parallel ranks in turn in an oracle run, of this rank's own in a sharded one.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    routers: list[list[Tensor]] = field(default_factory=list)
 
 
 @cache
@@ -119,7 +140,8 @@ def train_unsharded(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Run:
         total = 0.0
         for micro in range(recipe.accumulate):
             for data_rank in range(recipe.dp):
-                loss = recipe.compute_loss(model, recipe.batch(step, micro, data_rank))
+                recipe.seed_noise(step, micro, data_rank)
+                loss = recipe.compute_loss(model, recipe.batch(step, micro, data_rank), run.routers)
                 (loss / (recipe.dp * recipe.accumulate)).backward()
                 total += loss.item() / (recipe.dp * recipe.accumulate)
         for parameter in model.parameters():

@@ -119,7 +119,8 @@ def run_steps(engine: Any, recipe: Recipe, layout: Layout) -> Run:
         total = torch.zeros((), device=device)
         for micro in range(recipe.accumulate):
             batch = {name: value.to(device) for name, value in recipe.batch(step, micro, data_rank).items()}
-            loss = recipe.compute_loss(engine, batch)
+            recipe.seed_noise(step, micro, data_rank)
+            loss = recipe.compute_loss(engine, batch, run.routers)
             engine.backward(loss)
             total += loss.detach() / recipe.accumulate
             if micro == recipe.accumulate - 1 and step == recipe.steps - 1:

@@ -19,26 +19,25 @@ from deepspeed.runtime.tensor_parallel import config as host
 _ROUTER_STYLE = "ep_router"
 
 
-def without_experts(plan: dict[str, str], expert_names: Iterable[str]) -> dict[str, str]:
-    """A plan without the entries that are about experts modules, their parameters or their routers.
+def without_experts(plan: dict[str, str], expert_paths: Iterable[str]) -> dict[str, str]:
+    """A plan without the entries that are about experts modules, what is in them, or their routers.
 
     Args:
         plan: pattern to style; `*` stands for a layer number.
-        expert_names: exact paths of the modules and of their parameters. A pattern may leave out leading
-            parts of a path (`model.`).
+        expert_paths: exact paths of the modules. A pattern may leave out leading parts of a path (`model.`).
 
     Returns:
         The other entries, in order. `mlp.gate_proj` and `mlp.shared_experts.up_proj` are others.
     """
-    names = list(expert_names)
+    paths = list(expert_paths)
 
     def is_about_experts(pattern: str) -> bool:
         parts = pattern.split(".")
-        # What is below an experts module too: a plan names the family's own parameters, a replaced module has others.
+        # What is in an experts module too: a plan names the family's own parameters, and a replaced module has others.
         owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
         layers = ["[^.]+".join(re.escape(part) for part in owner.split("*")) for owner in owners]
         matchers = [re.compile(rf"(?:.+\.)?{layer}") for layer in layers]
-        return any(matcher.fullmatch(name) for matcher in matchers for name in names)
+        return any(matcher.fullmatch(path) for matcher in matchers for path in paths)
 
     return {
         pattern: style for pattern, style in plan.items() if style != _ROUTER_STYLE and not is_about_experts(pattern)
@@ -46,16 +45,16 @@ def without_experts(plan: dict[str, str], expert_names: Iterable[str]) -> dict[s
 
 
 @contextmanager
-def plan_without_experts(model: Any, expert_names: Iterable[str]) -> Iterator[None]:
+def plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
     """While AutoTP partitions `model`, hides the entries of its experts from it."""
     original = host._get_hf_tp_plan
-    names = list(expert_names)
+    paths = list(expert_paths)
 
     def filtered(asked: Any) -> dict[str, str] | None:
         plan: dict[str, str] | None = original(asked)
         if asked is not model or plan is None:
             return plan
-        return without_experts(plan, names) or None
+        return without_experts(plan, paths) or None
 
     host._get_hf_tp_plan = filtered
     try:

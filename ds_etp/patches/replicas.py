@@ -4,7 +4,8 @@ Where it hasn't, their copies drift apart from the first step on, and nothing el
 
 - where AutoTP leaves a weight whole that works on split activations, and doesn't sum its gradient: Qwen3's
   q_norm and k_norm with deepspeed before 0.19.8, or with a transformers whose tp_plan doesn't name them (5.0);
-- where the ranks built the model from different seeds: DeepSpeed broadcasts over data-parallel ranks only.
+- where the ranks built the model from different seeds: DeepSpeed broadcasts over data-parallel ranks only;
+- where they draw different noise in the forward: dropout, or the jitter on what a router sees.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def _compare(names: list[str], norms: dict[str, Tensor], tp: Peers, device: torc
             tp.size,
             f"leaves the ranks of a tensor-parallel group with different gradients of {found[0]}{others}, which each "
             f"of them holds whole. Either AutoTP of DeepSpeed {version('deepspeed')}, with the tp_plan of transformers "
-            f"{version('transformers')}, doesn't sum them, or the ranks built the model from different seeds",
+            f"{version('transformers')}, doesn't sum them, or the ranks built the model or draw noise (dropout, router "
+            "jitter) from different seeds",
             works="1; or the same seed on all ranks and releases that sum them (deepspeed 0.19.8, transformers 5.24)",
         )

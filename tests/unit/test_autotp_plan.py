@@ -15,7 +15,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ds_etp.patches.autotp import plan_without_experts, without_experts
 
 Plan = dict[str, str]
-PARAMETERS = ("gate_up_proj", "down_proj", "up_proj")
 
 
 def _plans() -> dict[str, Plan]:
@@ -31,13 +30,7 @@ def is_module_entry(pattern: str) -> bool:
 
 def is_expert_entry(pattern: str) -> bool:
     """Whether a pattern is about routed experts, by the names transformers gives them: told apart from the code."""
-    parts = pattern.split(".")
-    return is_module_entry(pattern) or (parts[-2:-1] == ["experts"] and parts[-1] in PARAMETERS)
-
-
-def names_of(modules: list[str]) -> list[str]:
-    """What the extension passes: the modules' paths and their parameters'."""
-    return [*modules, *(f"{module}.{name}" for module in modules for name in PARAMETERS)]
+    return "experts" in pattern.split(".")
 
 
 def paths(plan: Plan, prefix: str) -> list[str]:
@@ -60,7 +53,7 @@ def test_the_walk_finds_the_families() -> None:
 @pytest.mark.parametrize("family", PLANS)
 def test_only_expert_entries_go(family: str, prefix: str) -> None:
     plan = PLANS[family]
-    kept = without_experts(plan, names_of(paths(plan, prefix)))
+    kept = without_experts(plan, paths(plan, prefix))
     assert kept == {pattern: style for pattern, style in plan.items() if not is_expert_entry(pattern)}
     assert list(kept) == [pattern for pattern in plan if pattern in kept], "the order is kept"
 
@@ -79,7 +72,7 @@ def test_only_expert_entries_go_from_the_merged_plan(family: str) -> None:
     assert set(expected) < set(merged)
     assert "lm_head" in expected
     original = host._get_hf_tp_plan
-    with plan_without_experts(model, names_of(paths(plan, "model."))):
+    with plan_without_experts(model, paths(plan, "model.")):
         assert host._get_hf_tp_plan(model) == expected
     assert host._get_hf_tp_plan is original
 
@@ -88,7 +81,7 @@ def test_only_expert_entries_go_from_the_merged_plan(family: str) -> None:
 def test_nothing_goes_for_other_modules(family: str) -> None:
     """Names near those of experts are about other modules: a shared expert, a gate, another layer's projection."""
     plan = {pattern: style for pattern, style in PLANS[family].items() if not is_expert_entry(pattern)}
-    assert without_experts(plan, names_of(paths(PLANS[family], "model."))) == plan
+    assert without_experts(plan, paths(PLANS[family], "model.")) == plan
 
 
 PATTERN_CASES = [
@@ -107,21 +100,21 @@ PATTERN_CASES = [
     ("layers.*.mlp.shared_experts", False),
     ("layers.*.mlp.shared_experts.down_proj", False),
     ("layers.*.mlp.shared_expert.gate_proj", False),
-    ("layers.*.mlp.experts.gate_up_proj_bias", False),
-    ("layers.*.mlp.experts.identity_expert", False),
+    ("layers.*.mlp.experts.gate_up_proj_bias", True),
+    ("layers.*.mlp.experts.identity_expert", True),
     ("layers.*.self_attn.q_proj", False),
     ("xlayers.*.mlp.experts", False),  # a prefix is left out at a dot only
     ("layers.*.experts", False),  # a star stands for one name, not for several
     ("layers.*", False),
     ("model.language_model.layers.*.mlp.experts", False),  # longer than the path itself
     ("layersX3.mlp.experts", False),
-    ("layers.*.mlp.experts.gate.up_proj", False),
+    ("layers.*.mlp.experts.gate.up_proj", True),
 ]
 
 
 @pytest.mark.parametrize(("pattern", "goes"), PATTERN_CASES)
 def test_exact_paths(pattern: str, goes: bool) -> None:
-    kept = without_experts({pattern: "colwise"}, names_of(["model.layers.3.mlp.experts"]))
+    kept = without_experts({pattern: "colwise"}, ["model.layers.3.mlp.experts"])
     assert (pattern not in kept) is goes
 
 
@@ -136,7 +129,7 @@ def test_multimodal_text_tower_only() -> None:
         "visual.blocks.*.mlp.down_proj": "rowwise",
         "visual.layers.*.mlp.experts.down_proj": "rowwise",
     }
-    kept = without_experts(plan, names_of(["model.language_model.layers.0.mlp.experts"]))
+    kept = without_experts(plan, ["model.language_model.layers.0.mlp.experts"])
     assert list(kept) == ["visual.blocks.*.mlp.down_proj", "visual.layers.*.mlp.experts.down_proj"]
 
 
