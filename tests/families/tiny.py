@@ -17,8 +17,8 @@ TOKENS = (8, 88)
 ROWS, LENGTH = 2, 8
 # Of the public classes, those tried first: text models that have a loss of their own.
 _PREFERRED = (r".*ForCausalLM", r".*ForConditionalGeneration", r".*For(MaskedLM|TokenClassification)", r".*TextModel")
-# Parameters whose start value means something (1 in a norm, a decay): kept, with noise on top.
-_KEPT = re.compile(r"norm|A_log|dt_|\.D$|scale|alpha|beta|mult|temperature|decay|hc_|_hc|gate_param")
+# Matrices whose start value means something (1 in a norm, a decay): like vectors, kept, with noise on top.
+_KEPT = re.compile(r"norm\.scale$|A_log$|correction_bias$")
 
 
 def model_class(family: Family) -> Any:
@@ -74,9 +74,9 @@ def _randomize(model: nn.Module, seed: int) -> None:
             # A bias, a norm: near its start value, but such that swapped entries would show.
             tensor.nan_to_num_(0.0).add_(noise, alpha=0.05)
         else:
-            # With 16 to 32 columns this keeps activations near 1. Wider embeddings keep tokens apart, so that
-            # they go to different experts.
-            tensor.copy_(noise * (0.5 if "embed" in name else 0.2))
+            # Activations stay near 1. Embeddings are wider than a matrix row's share: they keep tokens apart, so
+            # that they go to different experts.
+            tensor.copy_(noise * (0.5 if "embed" in name else tensor.shape[-1] ** -0.5))
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):  # deepseek_v4: experts by token id, which checkpoints bring
             order = torch.rand(buffer.shape[0], EXPERTS, generator=generator).argsort(dim=1)
