@@ -42,6 +42,7 @@ _RULES: list[tuple[str, Rule]] = [
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", _at_most(1)),
     (r"decoder_sparse_step|moe_layer_interval|num_sparse_(en|de)coder_layers|encoder_sparse_step", 1),
     (r"mlp_only_layers", lambda default: []),
+    (r"swiglu_limit", 1.0),  # so that clamps bite
     # A norm over next to nothing (the first tokens of linear attention) would blow roundings up to differences.
     (r".*norm_eps(ilon)?", 1e-2),
     # depth and width

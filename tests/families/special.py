@@ -55,6 +55,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_moe": {"head_dim": 8},
     "hy_v4_vl": {"text_config": _mrope(2, 1, 1)},
+    # The second layer runs twice in one forward, and so do its experts.
+    "inkling2_loop": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_dt_rank": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 4},
@@ -89,8 +96,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def _with_vision_tokens(batch: Batch) -> Batch:
-    """Every third token goes to the vision experts, without an image."""
-    return {**batch, "moe_mm_token_type_ids": (batch["input_ids"] % 3 == 0).int()}
+    """About every third token goes to the vision experts, without an image; some of each kind in every batch."""
+    kinds = (batch["input_ids"] % 3 == 0).int()
+    kinds[0, :2] = torch.tensor([0, 1])
+    return {**batch, "moe_mm_token_type_ids": kinds}
 
 
 def _with_canvas(batch: Batch) -> Batch:
