@@ -53,6 +53,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 2 * HIDDEN // 4,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "granitemoeshared": {"shared_intermediate_size": INTERMEDIATE},
+    "granitemoe_swa": {"shared_intermediate_size": INTERMEDIATE},
     "hunyuan_v1_moe": {"head_dim": 8},
     "hy_v4_vl": {"text_config": _mrope(2, 1, 1)},
     # The second layer runs twice in one forward, and so do its experts.
