@@ -21,13 +21,16 @@ from ds_etp.layouts import ExpertsLayout, find_experts, read_layout
 from ds_etp.log import log_table
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.accelerate import install_get_state_dict
-from ds_etp.patches.autotp import plan_without_experts
+from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
 from ds_etp.patches.engine import engine_patches
 from ds_etp.patches.experts_interface import check_alignment, default_gate, refuse_split_model
 from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
+from ds_etp.patches.leaves import give_inputs_gradients
 from ds_etp.patches.loading import loading_patches
+from ds_etp.patches.peft import check_adapters, check_same_adapters, plain_path, split_adapters
+from ds_etp.patches.peft_autotp import adapters_split_with_layers, check_split_layers
 from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.versions import check_host_versions
 from ds_etp.plans import PLANS
@@ -80,9 +83,10 @@ class _Events:
             yield
             return
         extension.layouts = _checked_layouts(engine, model, extension.topology)
-        names = [*extension.layouts]
-        names += [f"{path}.{name}" for path, layout in extension.layouts.items() for name in layout.parameters]
-        with plan_without_experts(model, names):
+        layouts = {plain_path(path): layout for path, layout in extension.layouts.items()}
+        names = [*layouts]
+        names += [f"{path}.{name}" for path, layout in layouts.items() for name in layout.parameters]
+        with plan_without_experts(model, names), frozen_left_alone(model), adapters_split_with_layers(model):
             yield
 
     def on_model(self, engine: Any, model: nn.Module) -> None:
@@ -94,7 +98,8 @@ class _Events:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
-        _shard_model(model, extension, groups)
+        _shard_model(model, extension, groups, zero3=int(engine.zero_optimization_stage()) == 3)
+        check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = True
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
@@ -136,6 +141,8 @@ def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[
             works="false, or a mixture-of-experts model of transformers",
         )
     layouts = {path: read_layout(path, module, default_gate()) for path, module in modules.items()}
+    check_adapters(model, layouts)
+    check_split_layers(engine, model)
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
     for path, layout in layouts.items():
         block_config.check_layer(
@@ -146,7 +153,7 @@ def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[
     return layouts
 
 
-def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups) -> None:
+def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups, *, zero3: bool) -> None:
     topology, block = extension.topology, extension.block
     plan_class = PLANS[choose_plan(topology, block.plan)]
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
@@ -160,6 +167,10 @@ def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups) -
         else:
             shard_in_place(module, shard)
     check_sizes(model)
+    split_adapters(model, partitioned=zero3)
+    if zero3:
+        blocks = {plain_path(path).rpartition(".")[0] for path in extension.layouts}
+        give_inputs_gradients(model.get_submodule(path) for path in sorted(blocks))
 
 
 def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:

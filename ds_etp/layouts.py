@@ -108,6 +108,8 @@ def _walk_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _holds_experts(path: str, module: nn.Module) -> bool:
     if _is_decorated(module):
         return True
+    if any(_is_decorated(inner) for inner in module.modules()):
+        return False  # a wrapper (PEFT's): what it wraps is found under its own path
     named_so = path.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
     return named_so and next(module.parameters(), None) is not None
 

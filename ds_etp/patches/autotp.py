@@ -59,3 +59,24 @@ def plan_without_experts(model: Any, expert_names: Iterable[str]) -> Iterator[No
         yield
     finally:
         host._get_hf_tp_plan = original
+
+
+# What AutoTP (0.19.8) leaves on a parameter whose gradient it sums.
+_SUMMED = "_ds_grad_allreduce_registered"
+
+
+@contextmanager
+def frozen_left_alone(model: Any) -> Iterator[None]:
+    """While AutoTP partitions `model`, keeps it from hooking into gradients that frozen parameters don't have.
+
+    It sums the gradients of norms over split heads (Qwen3's q_norm and k_norm), and fails where they are frozen,
+    as under LoRA. Can go when AutoTP asks whether a parameter has a gradient.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        setattr(parameter, _SUMMED, True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            delattr(parameter, _SUMMED)
