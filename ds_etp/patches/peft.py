@@ -85,8 +85,16 @@ def check_adapters(model: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> No
     if not is_adapted(model):
         return
     check_peft_version()
+    from peft import PeftModel
     from peft.tuners.lora.layer import ParamWrapper
 
+    if not isinstance(model, PeftModel):
+        raise config_error(
+            "model",
+            type(model).__name__,
+            "has adapters inside and no PeftModel around it, so that nobody would save them",
+            works="peft.get_peft_model(model, config), not inject_adapter_in_model or model.add_adapter",
+        )
     for path, layout in layouts.items():
         for outer, wrapper in _wrappers(model, path):
             kind = f"{type(wrapper).__module__.split('.')[-2]}.{type(wrapper).__name__}"
