@@ -29,13 +29,8 @@ from ds_etp.errors import CheckpointError, config_error
 from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.optimizer_states import states_of
-from ds_etp.patches.peft_exports import (
-    refuse_cut_adapters,
-    save_adapters,
-    savers,
-    saves_adapters,
-    without_empty_wrapper,
-)
+from ds_etp.patches.own_saves import refuse_shards
+from ds_etp.patches.peft_exports import save_adapters, saves_adapters, without_empty_wrapper
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 # What a tokenizer or processor consists of, by how transformers names the files.
@@ -190,22 +185,7 @@ def install_exports(engine: Any, model: nn.Module) -> None:
     def consolidate(_: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(consolidated_state_dict, engine)
 
-    def refuse_shards(part: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("state_dict") is None and (len(args) < 2 or args[1] is None):
-                if saves_adapters(part):
-                    refuse_cut_adapters(part, save_directory)
-                    return original(save_directory, *args, **kwargs)
-                raise CheckpointError(
-                    f"save_pretrained({str(save_directory)!r}) of the model would write this rank's shards under the "
-                    "whole model's names. Call ds_etp.save_pretrained(engine, folder) on every rank instead."
-                )
-            return original(save_directory, *args, **kwargs)
-
-        return save_pretrained
-
-    for part in savers(model):
-        override(part, "save_pretrained", functools.partial(refuse_shards, part))
+    refuse_shards(model)
     override(engine, "zero_gather_16bit_weights_on_model_save", allowed)
     for name, make in {
         "save_16bit_model": save,

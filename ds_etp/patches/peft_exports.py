@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from ds_etp.checkpoint.agree import from_first, raise_together
 from ds_etp.checkpoint.export import LiveTensors
-from ds_etp.errors import CheckpointError
 from ds_etp.patches.peft import is_adapted
 
 
@@ -27,21 +25,10 @@ def saves_adapters(model: Any) -> bool:
 
 
 def without_empty_wrapper(model: Any) -> Any:
-    """The model of transformers in a model of PEFT whose adapters are unloaded, merged or not; else the model itself."""
+    """The model itself, or the one of transformers inside one of PEFT whose adapters are unloaded, merged or not."""
     if saves_adapters(model) and not is_adapted(model):
         return model.get_base_model()
     return model
-
-
-def savers(model: Any) -> list[Any]:
-    """The models in an engine's module whose `save_pretrained` a user may call.
-
-    Around a model of transformers PEFT has one of its own. The inner one comes out by itself when adapters are
-    merged and unloaded.
-    """
-    if isinstance(model, PreTrainedModel):
-        return [model]
-    return [model, model.get_base_model()] if saves_adapters(model) else []
 
 
 def save_adapters(model: Any, tensors: LiveTensors, folder: Path, dtype: torch.dtype | None) -> None:
@@ -86,19 +73,3 @@ def _written(model: Any, tensors: LiveTensors) -> list[str]:
     if not picked <= {id(tensor) for tensor in stand_ins.values()}:
         return names  # it made tensors of its own from them: it gets everything
     return [name for name in names if id(stand_ins[name]) in picked]
-
-
-def refuse_cut_adapters(model: nn.Module, save_directory: Any) -> None:
-    """Refuses PEFT's own `save_pretrained` of a model whose adapters this rank doesn't hold whole.
-
-    Raises:
-        CheckpointError: names the call that works.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (
-            hasattr(parameter, "ds_id") or getattr(parameter, "tensor_model_parallel", False)
-        ):
-            raise CheckpointError(
-                f"save_pretrained({str(save_directory)!r}) of the model would write this rank's part of {name}. "
-                "Call ds_etp.save_pretrained(engine, folder) on every rank instead."
-            )

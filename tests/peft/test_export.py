@@ -19,7 +19,7 @@ from tests.launcher import Launcher
 from tests.models import make_batch, make_model
 from tests.oracle import train_unsharded
 from tests.peft.models import BOTH, LoraRecipe
-from tests.sharded import Layout, full_tensors, make_engine, run_steps, weight
+from tests.sharded import Layout, full_tensors, make_engine, run_steps
 from tests.tolerances import TENSOR
 
 LAYOUTS = [
