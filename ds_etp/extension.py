@@ -167,7 +167,7 @@ def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups, *
         else:
             shard_in_place(module, shard)
     check_sizes(model)
-    split_adapters(model, partitioned=zero3)
+    split_adapters(model, zero3=zero3)
     if zero3:
         blocks = {plain_path(path).rpartition(".")[0] for path in extension.layouts}
         give_inputs_gradients(model.get_submodule(path) for path in sorted(blocks))

@@ -9,8 +9,8 @@ DeepSpeed averages it over data-parallel ranks as it does for every dense parame
 it among themselves before.
 
 The sum happens inside the experts' forward instead of around it, because ZeRO-3 has gathered the weights only
-there. The adapters are registered with the experts module, so that ZeRO-3 gathers them with its own; PEFT
-reads them outside their modules, where plain ZeRO-3 has nothing to show.
+there. The adapters are registered with the experts module, so that ZeRO-3 gathers them with its own. By itself
+it does so where they are read outside their modules in a forward of the engine, but not in `generate()`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -110,12 +111,12 @@ def check_adapters(model: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> No
                 )
 
 
-def split_adapters(model: nn.Module, *, partitioned: bool) -> None:
-    """Lets the wrappers around split experts work on this rank's shard.
+def split_adapters(model: nn.Module, *, zero3: bool) -> None:
+    """Lets the wrappers around a model's split experts work on this rank's shard.
 
     Args:
         model: its experts are split.
-        partitioned: whether ZeRO-3 is going to gather parameters for each module.
+        zero3: whether ZeRO-3 is going to partition its parameters.
     """
     for path, experts in sharded_modules(model):
         wrappers = [wrapper for _, wrapper in _wrappers(model, path)]
@@ -125,14 +126,9 @@ def split_adapters(model: nn.Module, *, partitioned: bool) -> None:
         experts.__class__ = _adapted_class(type(experts))  # type: ignore[arg-type]
         for wrapper in wrappers:
             wrapper.__class__ = _split_class(type(wrapper))  # type: ignore[arg-type]
-            for parameter in _weights(wrapper):
-                if partitioned:
+            for parameter in chain(wrapper.lora_A.parameters(), wrapper.lora_B.parameters()):
+                if zero3:
                     zero.register_external_parameter(experts, parameter)
-
-
-def _weights(wrapper: Any) -> Iterator[nn.Parameter]:
-    for layers in (wrapper.lora_A, wrapper.lora_B):
-        yield from layers.parameters()
 
 
 class AdaptedExperts:

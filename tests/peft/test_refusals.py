@@ -62,7 +62,7 @@ CASES = {
     "embeddings": Case((KEY, "embed_tokens: it is wrapped by PEFT as Embedding"), embeddings),
     "the output layer": Case((KEY, "lm_head: it is the output layer"), head),
     "a saved output layer": Case((KEY, "lm_head: it is wrapped by PEFT as ModulesToSaveWrapper"), saved_head),
-    "no PeftModel": Case(("model='MixtralForCausalLM' has adapters inside and no PeftModel around it",), injected, tp=1),
+    "no PeftModel": Case(("model='MixtralForCausalLM' has adapters inside and no PeftModel around",), injected, tp=1),
 }
 
 
@@ -122,7 +122,8 @@ def test_refused_on_every_rank(refusals: list[dict[str, Refusal]], name: str) ->
 
 def test_adapters_from_different_seeds(launcher: Launcher) -> None:
     for text in launcher.run(2, adapters_from_different_seeds):
-        assert text.startswith("tensor_parallel.autotp_size=2 has ranks of one tensor-parallel group that made different")
+        assert text.startswith("tensor_parallel.autotp_size=2 has ranks of one tensor-parallel group that made")
+        assert "different adapters" in text
 
 
 def test_a_release_outside_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
