@@ -30,7 +30,8 @@ from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.optimizer_states import states_of
 from ds_etp.patches.own_saves import refuse_shards
-from ds_etp.patches.peft_exports import save_adapters, saves_adapters, without_empty_wrapper
+from ds_etp.patches.peft import is_peft_model
+from ds_etp.patches.peft_exports import save_adapters, without_empty_wrapper
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 # What a tokenizer or processor consists of, by how transformers names the files.
@@ -124,7 +125,7 @@ def _save(
     with _all_partitioned(engine):
         masters = states_of(engine) if dtype == torch.float32 else None
         tensors = LiveTensors(engine, masters=masters, exclude_frozen=exclude_frozen, model=model)
-        if saves_adapters(model):
+        if is_peft_model(model):
             save_adapters(model, tensors, folder, dtype)
             return
         to_hub = functools.partial(hub_tensors, model)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ds_etp.errors import CheckpointError
 from ds_etp.patches.base import override
-from ds_etp.patches.peft_exports import saves_adapters
+from ds_etp.patches.peft import is_peft_model
 
 
 def refuse_shards(model: Any) -> None:
@@ -24,15 +24,15 @@ def refuse_shards(model: Any) -> None:
     Around a model of transformers PEFT has one of its own. The inner one comes out by itself when adapters are
     merged and unloaded.
     """
-    parts = [model, model.get_base_model()] if saves_adapters(model) else [model]
+    parts = [model, model.get_base_model()] if is_peft_model(model) else [model]
     for part in parts:
-        if saves_adapters(part) or isinstance(part, PreTrainedModel):
+        if is_peft_model(part) or isinstance(part, PreTrainedModel):
             override(part, "save_pretrained", functools.partial(_checked, part))
 
 
 def _checked(model: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        positional = not saves_adapters(model) and len(args) > 1 and args[1] is not None
+        positional = not is_peft_model(model) and len(args) > 1 and args[1] is not None
         found = None if positional or kwargs.get("state_dict") is not None else _in_shards(model)
         if found is not None:
             raise CheckpointError(
@@ -46,7 +46,7 @@ def _checked(model: nn.Module, original: Callable[..., Any]) -> Callable[..., An
 
 def _in_shards(model: nn.Module) -> str | None:
     """What `save_pretrained` would write wrong; None where it is right."""
-    if not saves_adapters(model):
+    if not is_peft_model(model):
         return "this rank's shards under the whole model's names"
     for name, parameter in model.named_parameters():
         cut = hasattr(parameter, "ds_id") or getattr(parameter, "tensor_model_parallel", False)

@@ -51,6 +51,11 @@ def plain_path(path: str) -> str:
     return ".".join(kept)
 
 
+def is_peft_model(model: Any) -> bool:
+    """Whether a model is PEFT's own class around one of transformers: its `save_pretrained` writes adapters."""
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether PEFT has wrapped a part of the model."""
     return any(is_wrapper(module) for module in model.modules())
@@ -73,7 +78,7 @@ def _wrappers(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
         yield path, model.get_submodule(path)
 
 
-def check_adapters(model: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> None:
+def check_adapters(model: Any, layouts: Mapping[str, ExpertsLayout]) -> None:
     """Refuses adapters on experts that this module doesn't know how to cut. Does nothing without PEFT.
 
     Args:
@@ -83,13 +88,19 @@ def check_adapters(model: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> No
     Raises:
         ConfigError: names the layer, the adapter's kind and what works.
     """
-    if not is_adapted(model):
+    if not is_adapted(model) and not is_peft_model(model):
         return
     check_peft_version()
-    from peft import PeftModel
     from peft.tuners.lora.layer import ParamWrapper
 
-    if not isinstance(model, PeftModel):
+    if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise config_error(
+            "peft_config",
+            next(config.peft_type.value for config in model.peft_config.values() if config.is_prompt_learning),
+            "learns prompts, which was not tried with ds_etp",
+            works="adapters in layers, such as LoraConfig",
+        )
+    if not is_peft_model(model):
         raise config_error(
             "model",
             type(model).__name__,

@@ -6,7 +6,6 @@ which tensors those are, so that no base weight is gathered for it.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,12 @@ from torch import Tensor
 
 from ds_etp.checkpoint.agree import from_first, raise_together
 from ds_etp.checkpoint.export import LiveTensors
-from ds_etp.patches.peft import is_adapted
-
-
-def saves_adapters(model: Any) -> bool:
-    """Whether `save_pretrained` of a model writes adapters of PEFT."""
-    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+from ds_etp.patches.peft import is_adapted, is_peft_model
 
 
 def without_empty_wrapper(model: Any) -> Any:
     """The model itself, or the one of transformers inside one of PEFT whose adapters are unloaded, merged or not."""
-    if saves_adapters(model) and not is_adapted(model):
+    if is_peft_model(model) and not is_adapted(model):
         return model.get_base_model()
     return model
 

@@ -28,6 +28,7 @@ class LoraRecipe(Recipe):
     Attributes:
         modules, parameters: the config's `target_modules` and `target_parameters`.
         options: further entries of the config.
+        second: whether there is a second adapter, active beside the first.
         input_grads: whether the embeddings' output has a gradient, as with activation checkpointing.
     """
 
@@ -35,6 +36,7 @@ class LoraRecipe(Recipe):
     modules: tuple[str, ...] = ()
     parameters: tuple[str, ...] = (GATE_UP, DOWN)
     options: tuple[tuple[str, Any], ...] = ()
+    second: bool = False
     input_grads: bool = True
 
     def config(self) -> LoraConfig:
@@ -53,7 +55,11 @@ class LoraRecipe(Recipe):
     def adapt(self, model: Any) -> Any:
         """The model with adapters, the same from the same seed."""
         torch.manual_seed(self.seed + 1)
-        return get_peft_model(model, self.config())
+        model = get_peft_model(model, self.config())
+        if self.second:
+            model.add_adapter("second", self.config())
+            model.base_model.set_adapter(["default", "second"])
+        return model
 
     def model(self) -> Any:
         """See `Recipe.model`."""

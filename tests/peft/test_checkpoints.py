@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_etp.errors import CheckpointError
+from ds_etp.patches.exports import export_checkpoint
 from tests.checkpoint.runs import RECIPE, load_and_go, save_after, tensors_of, unsharded
 from tests.launcher import Launcher
 from tests.oracle import Recipe
@@ -47,3 +49,10 @@ def test_adapters(launcher: Launcher, tmp_path: Path, stage: int) -> None:
 def test_frozen(launcher: Launcher, tmp_path: Path, stage: int, frozen: str) -> None:
     """Trained routers over frozen experts, and the reverse; each stage goes on at another one."""
     check(launcher, tmp_path, replace(RECIPE, frozen=frozen), BEFORE[stage], AFTER[stage])
+
+
+def test_offline_export_says_where_to_turn(launcher: Launcher, tmp_path: Path) -> None:
+    """A checkpoint doesn't hold the adapters' config."""
+    launcher.run(2, save_after, recipe=replace(ADAPTED, dp=2), layout=Layout(2, etp=2), folder=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"holds a model of PEFT.*ds_etp\.save_pretrained\(engine, folder\)"):
+        export_checkpoint(tmp_path, tmp_path / "out")

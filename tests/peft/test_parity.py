@@ -69,6 +69,7 @@ def test_some_of_them(launcher: Launcher, stage: int, recipe: LoraRecipe, split:
         (1, {"family": "qwen3_moe", "implementation": "grouped_mm"}, {"tp": 2, "etp": 2, "ep": 2}),
         (1, {"accumulate": 2, "lengths": (12, 5, 9, 3), "checkpointing": "reentrant"}, {"etp": 2, "ep": 2}),
         (3, {"checkpointing": "plain"}, {"tp": 2, "etp": 4}),
+        (1, {"second": True}, {"tp": 2, "etp": 4}),
         (3, {"pinned": (0, 1)}, {"ep": 4}),  # two of four ranks get no token
         (0, {"rows": 1, "lengths": (1,), "loss": "logits"}, {"tp": 4, "etp": 2}),
         (1, {}, {"tp": 2, "etp": 2, "plan": "alltoall"}),

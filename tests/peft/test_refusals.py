@@ -10,7 +10,7 @@ import deepspeed
 import peft
 import pytest
 import torch.distributed as dist
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 
 import ds_etp
 from ds_etp.errors import ConfigError
@@ -51,6 +51,10 @@ def saved_head(model: Any) -> Any:
     return get_peft_model(model, config)
 
 
+def prompt(model: Any) -> Any:
+    return get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+
+
 def injected(model: Any) -> Any:
     return peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model)
 
@@ -62,6 +66,7 @@ CASES = {
     "embeddings": Case((KEY, "embed_tokens: it is wrapped by PEFT as Embedding"), embeddings),
     "the output layer": Case((KEY, "lm_head: it is the output layer"), head),
     "a saved output layer": Case((KEY, "lm_head: it is wrapped by PEFT as ModulesToSaveWrapper"), saved_head),
+    "prompts": Case(("peft_config='PROMPT_TUNING' learns prompts",), prompt, tp=1),
     "no PeftModel": Case(("model='MixtralForCausalLM' has adapters inside and no PeftModel around",), injected, tp=1),
 }
 
