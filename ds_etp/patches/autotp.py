@@ -15,6 +15,8 @@ from typing import Any
 
 from deepspeed.runtime.tensor_parallel import config as host
 
+from ds_etp.patches.peft import is_peft_model
+
 # The style transformers 5.0 has for routers in its tp_plans. A router serves experts split by ds_etp whole.
 _ROUTER_STYLE = "ep_router"
 
@@ -44,15 +46,20 @@ def without_experts(plan: dict[str, str], expert_names: Iterable[str]) -> dict[s
 
 @contextmanager
 def plan_without_experts(model: Any, expert_names: Iterable[str]) -> Iterator[None]:
-    """While AutoTP partitions `model`, hides the entries of its experts from it."""
+    """While AutoTP partitions `model`, hides the entries of its experts from it.
+
+    A model of PEFT has the plan of the one inside, of which AutoTP would miss what the inner model's class adds,
+    the output layer.
+    """
     original = host._get_hf_tp_plan
     names = list(expert_names)
 
     def filtered(asked: Any) -> dict[str, str] | None:
-        plan: dict[str, str] | None = original(asked)
-        if asked is not model or plan is None:
-            return plan
-        return without_experts(plan, names) or None
+        if asked is not model:
+            other: dict[str, str] | None = original(asked)
+            return other
+        plan = original(asked.get_base_model() if is_peft_model(asked) else asked)
+        return without_experts(plan, names) or None if plan else plan
 
     host._get_hf_tp_plan = filtered
     try:

@@ -1,6 +1,6 @@
 """ZeRO-3 and blocks of experts that get an input without gradient.
 
-DeepSpeed (0.19.5 to 0.19.8) treats the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE as leaf modules: it reduces
+DeepSpeed (0.19.8) treats the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE as leaf modules: it reduces
 the gradients of all their parameters when autograd says that the block's backward is done. Where no input has
 a gradient, autograd says so at once, before there is any. That is the first block of a model whose embeddings
 and attention are frozen, as with LoRA on the experts alone; it fails with sizes that don't match. An input that

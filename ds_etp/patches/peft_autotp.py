@@ -1,6 +1,6 @@
 """AutoTP splits a LoRA layer's adapters together with the layer.
 
-AutoTP (deepspeed 0.19.5 to 0.19.8) takes PEFT's wrapper of `q_proj` for the layer itself, since it has its
+AutoTP (deepspeed 0.19.8) takes PEFT's wrapper of `q_proj` for the layer itself, since it has its
 weight, and puts a split layer of that weight in its place. The adapters are gone: they don't act, get no
 gradient, aren't saved, and nothing says so. Here the layer inside is split, and of the two adapters the one on
 the side that is cut: B's rows with a column-parallel layer, A's columns with a row-parallel one. Can go when

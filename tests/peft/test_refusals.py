@@ -55,6 +55,11 @@ def prompt(model: Any) -> Any:
     return get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 
 
+def unplanned(model: Any) -> Any:
+    model.config.base_model_tp_plan = None
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
 def injected(model: Any) -> Any:
     return peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model)
 
@@ -66,6 +71,7 @@ CASES = {
     "embeddings": Case((KEY, "embed_tokens: it is wrapped by PEFT as Embedding"), embeddings),
     "the output layer": Case((KEY, "lm_head: it is the output layer"), head),
     "a saved output layer": Case((KEY, "lm_head: it is wrapped by PEFT as ModulesToSaveWrapper"), saved_head),
+    "no plan": Case((KEY, "self_attn.q_proj: it has adapters, and neither the model (tp_plan)"), unplanned),
     "prompts": Case(("peft_config='PROMPT_TUNING' learns prompts",), prompt, tp=1),
     "no PeftModel": Case(("model='MixtralForCausalLM' has adapters inside and no PeftModel around",), injected, tp=1),
 }
