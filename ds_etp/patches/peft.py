@@ -180,6 +180,8 @@ def _adapted_weights(experts: Any) -> dict[str, Tensor]:
         for wrapper, adapters in experts.ds_etp_active
         for adapter in adapters
     ]
+    if not found:
+        return {}
     # Tensor-parallel peers hold the same adapters and use other slices, or the same slices for other tokens.
     flat = collectives.copy(
         plan.groups.tp,
