@@ -22,13 +22,16 @@ from ds_etp.layouts import ExpertsLayout
 from ds_etp.log import log_table
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.accelerate import install_get_state_dict
-from ds_etp.patches.autotp import plan_without_experts
+from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
 from ds_etp.patches.engine import engine_patches
 from ds_etp.patches.experts_interface import check_alignment, refuse_split_model
 from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
+from ds_etp.patches.leaves import give_inputs_gradients
 from ds_etp.patches.loading import loading_patches
+from ds_etp.patches.peft import check_adapters, check_same_adapters, plain_path, split_adapters
+from ds_etp.patches.peft_autotp import adapters_split_with_layers, check_split_layers
 from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.versions import check_host_versions
 from ds_etp.plans import PLANS
@@ -81,7 +84,8 @@ class _Events:
             yield
             return
         extension.layouts = _checked_layouts(engine, model, extension.topology)
-        with plan_without_experts(model, extension.layouts):
+        paths = [plain_path(path) for path in extension.layouts]
+        with plan_without_experts(model, paths), frozen_left_alone(model), adapters_split_with_layers(model):
             yield
 
     def on_model(self, engine: Any, model: nn.Module) -> None:
@@ -93,7 +97,8 @@ class _Events:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
-        _shard_model(model, extension, groups)
+        _shard_model(model, extension, groups, zero3=int(engine.zero_optimization_stage()) == 3)
+        check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = True
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
@@ -135,6 +140,8 @@ def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[
             works="false, or a mixture-of-experts model of transformers",
         )
     layouts = {path: read_layout(path, module) for path, module in modules.items()}
+    check_adapters(model, layouts)
+    check_split_layers(engine, model)
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
     for path, layout in layouts.items():
         block_config.check_layer(
@@ -149,21 +156,26 @@ def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[
     return layouts
 
 
-def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups) -> None:
+def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups, *, zero3: bool) -> None:
     topology, block = extension.topology, extension.block
     plan_class = PLANS[choose_plan(topology, block.plan)]
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
+    modules = {path: model.get_submodule(path) for path in extension.layouts}
+    follow_as_one(list(modules.values()))
     for path, layout in extension.layouts.items():
-        module = model.get_submodule(path)
+        module = modules[path]
         plan = plan_class(groups, layout.num_experts, reduce_dtype)
         shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
         tag(module.parameters(), groups)
-        follow_as_one(module)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
         else:
             shard_in_place(module, shard)
     check_sizes(model)
+    split_adapters(model, zero3=zero3)
+    if zero3:
+        blocks = {plain_path(path).rpartition(".")[0] for path in extension.layouts}
+        give_inputs_gradients(model.get_submodule(path) for path in sorted(blocks))
 
 
 def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:

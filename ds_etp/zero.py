@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +36,18 @@ def tag(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def follow_as_one(module: nn.Module) -> None:
-    """Has ZeRO-3 follow an experts module as one, without the activation function inside.
+def follow_as_one(modules: Sequence[nn.Module]) -> None:
+    """Has ZeRO-3 follow each experts module as one, without the activation function inside.
 
     A family's forward calls that once for each expert that got tokens, so ranks would record different traces,
     and ZeRO-3 stops where they differ. DeepSpeed does the same by itself for a few families (Mixtral, Qwen).
     """
-    set_z3_leaf_module(module, True)
+    owners = Counter(id(parameter) for module in modules for parameter in module.parameters())
+    for module in modules:
+        # ZeRO-3 (0.19.5 to 0.19.8) reduces the gradients of such a module once it has run backward. Of what two modules
+        # share (diffusion_gemma's encoder and decoder) it would lose the part of the second.
+        if all(owners[id(parameter)] == 1 for parameter in module.parameters()):
+            set_z3_leaf_module(module, True)
 
 
 def is_partitioned(module: nn.Module) -> bool:

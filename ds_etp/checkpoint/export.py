@@ -31,16 +31,25 @@ class LiveTensors:
         engine: a DeepSpeed engine; its ZeRO-3 parameters must not be in use (no forward under way).
         masters: where to read master weights; None takes the weights that the model computes with.
         exclude_frozen: leave out parameters that aren't trained.
+        model: the part of the engine's module whose tensors they are; None for all of it.
     """
 
-    def __init__(self, engine: Any, *, masters: EngineStates | None = None, exclude_frozen: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        masters: EngineStates | None = None,
+        exclude_frozen: bool = False,
+        model: nn.Module | None = None,
+    ) -> None:
         self._device, self._masters = engine.device, masters
         extension = vars(engine).get("ds_etp")
         rank, world = dist.get_rank(), dist.get_world_size()
         topology = extension.topology if extension else Topology(world, tp=max(engine.autotp_size(), 1))
-        tensors = logical_tensors(engine.module, topology, rank)
+        model = engine.module if model is None else model
+        tensors = logical_tensors(model, topology, rank)
         self._tensors = {t.name: t for t in tensors if t.parameter.requires_grad or not exclude_frozen}
-        self._buffers = dict(persistent_buffers(engine.module))
+        self._buffers = dict(persistent_buffers(model))
         # Rank 0's peers hold all there is; replicas of them are not asked.
         self._holders = {
             "whole": (0,),

@@ -15,6 +15,8 @@ from typing import Any
 
 from deepspeed.runtime.tensor_parallel import config as host
 
+from ds_etp.patches.peft import is_peft_model
+
 # The style transformers 5.0 has for routers in its tp_plans. A router serves experts split by ds_etp whole.
 _ROUTER_STYLE = "ep_router"
 
@@ -46,18 +48,44 @@ def without_experts(plan: dict[str, str], expert_paths: Iterable[str]) -> dict[s
 
 @contextmanager
 def plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
-    """While AutoTP partitions `model`, hides the entries of its experts from it."""
+    """While AutoTP partitions `model`, hides the entries of its experts from it.
+
+    A model of PEFT has the plan of the one inside, of which AutoTP would miss what the inner model's class adds,
+    the output layer.
+    """
     original = host._get_hf_tp_plan
     paths = list(expert_paths)
 
     def filtered(asked: Any) -> dict[str, str] | None:
-        plan: dict[str, str] | None = original(asked)
-        if asked is not model or plan is None:
-            return plan
-        return without_experts(plan, paths) or None
+        if asked is not model:
+            other: dict[str, str] | None = original(asked)
+            return other
+        plan = original(asked.get_base_model() if is_peft_model(asked) else asked)
+        return without_experts(plan, paths) or None if plan else plan
 
     host._get_hf_tp_plan = filtered
     try:
         yield
     finally:
         host._get_hf_tp_plan = original
+
+
+# What AutoTP (0.19.8) leaves on a parameter whose gradient it sums.
+_SUMMED = "_ds_grad_allreduce_registered"
+
+
+@contextmanager
+def frozen_left_alone(model: Any) -> Iterator[None]:
+    """While AutoTP partitions `model`, keeps it from hooking into gradients that frozen parameters don't have.
+
+    It sums the gradients of norms over split heads (Qwen3's q_norm and k_norm), and fails where they are frozen,
+    as under LoRA. Can go when AutoTP asks whether a parameter has a gradient.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        setattr(parameter, _SUMMED, True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            delattr(parameter, _SUMMED)

@@ -30,6 +30,9 @@ from ds_etp.fused import unfuse
 from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.optimizer_states import states_of
+from ds_etp.patches.own_saves import refuse_shards
+from ds_etp.patches.peft import is_peft_model
+from ds_etp.patches.peft_exports import save_adapters, without_empty_wrapper
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 # What a tokenizer or processor consists of, by how transformers names the files.
@@ -78,6 +81,8 @@ def save_pretrained(
 ) -> None:
     """Writes an engine's model as a folder that `from_pretrained` loads. Every rank has to call it.
 
+    Of a model with adapters of PEFT, the adapters: a folder for `PeftModel.from_pretrained`.
+
     Args:
         engine: a DeepSpeed engine, its experts split by ds_etp or not.
         save_directory: where to, a folder that rank 0 can write to.
@@ -118,10 +123,13 @@ def _save(
     weights_name: str = WEIGHTS,
     exclude_frozen: bool = False,
 ) -> None:
-    model = engine.module
+    model = without_empty_wrapper(engine.module)
     with _all_partitioned(engine):
         masters = states_of(engine) if dtype == torch.float32 else None
-        tensors = LiveTensors(engine, masters=masters, exclude_frozen=exclude_frozen)
+        tensors = LiveTensors(engine, masters=masters, exclude_frozen=exclude_frozen, model=model)
+        if is_peft_model(model):
+            save_adapters(model, tensors, folder, dtype)
+            return
         to_hub = functools.partial(hub_tensors, model)
         write_weights(folder, tensors, to_hub, dtype=dtype, max_shard_size=max_shard_size, weights_name=weights_name)
     if dist.get_rank() == 0:
@@ -180,19 +188,7 @@ def install_exports(engine: Any, model: nn.Module) -> None:
     def consolidate(_: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(consolidated_state_dict, engine)
 
-    def refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("state_dict") is None and (len(args) < 2 or args[1] is None):
-                raise CheckpointError(
-                    f"save_pretrained({str(save_directory)!r}) of the model would write this rank's shards under the "
-                    "whole model's names. Call ds_etp.save_pretrained(engine, folder) on every rank instead."
-                )
-            return original(save_directory, *args, **kwargs)
-
-        return save_pretrained
-
-    if isinstance(model, PreTrainedModel):
-        override(model, "save_pretrained", refuse_shards)
+    refuse_shards(model)
     override(engine, "zero_gather_16bit_weights_on_model_save", allowed)
     for name, make in {
         "save_16bit_model": save,
@@ -267,6 +263,11 @@ def _empty_model(stored: Stored, config: Path | None) -> Any:
         raise CheckpointError(
             f"{stored.folder} does not say how its model is built: it is none of transformers. If it is, name a folder "
             "with its config.json: ds-etp export --config FOLDER"
+        )
+    if str(extra.get("model_class")).startswith("Peft"):
+        raise CheckpointError(
+            f"{stored.folder} holds a model of PEFT. Load it into an engine, and write its adapters with "
+            "ds_etp.save_pretrained(engine, folder)."
         )
     named = getattr(transformers, str(extra.get("model_class")), None)
     with torch.device("meta"):

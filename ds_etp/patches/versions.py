@@ -12,6 +12,9 @@ DEEPSPEED_MIN = "0.19.5"
 DEEPSPEED_MAX = "0.19.8"
 TRANSFORMERS_MIN = "5.0"
 TRANSFORMERS_MAX = "5.24"
+# Only for models that PEFT has wrapped.
+PEFT_MIN = "0.21"
+PEFT_MAX = "0.21"
 
 _TESTED = {
     "deepspeed": (DEEPSPEED_MIN, DEEPSPEED_MAX),
@@ -28,20 +31,33 @@ def check_host_versions(zero_stage: int, tp: int) -> None:
         ConfigError: names the release found and the range.
     """
     for package, (lowest, highest) in _TESTED.items():
-        if not _at_least(package, lowest) or _above(package, highest):
-            raise config_error(
-                package,
-                version(package),
-                "is outside the range that ds_etp was tested on",
-                works=f"{lowest} to {highest}",
-                next_step=f'Run: pip install "{package}>={lowest},<={highest}"',
-            )
+        _check(package, lowest, highest)
     if zero_stage == 3 and tp > 1 and not _at_least("deepspeed", DEEPSPEED_ZERO3_WITH_TP):
         raise config_error(
             "zero_optimization.stage",
             zero_stage,
             f"with tensor_parallel.autotp_size={tp} takes a wrong gradient norm in DeepSpeed {version('deepspeed')}",
             works=f"0, 1, 2, or DeepSpeed {DEEPSPEED_ZERO3_WITH_TP}",
+        )
+
+
+def check_peft_version() -> None:
+    """Refuses a PEFT outside the tested range, for a model that has adapters of it.
+
+    Raises:
+        ConfigError: names the release found and the range.
+    """
+    _check("peft", PEFT_MIN, PEFT_MAX)
+
+
+def _check(package: str, lowest: str, highest: str) -> None:
+    if not _at_least(package, lowest) or _above(package, highest):
+        raise config_error(
+            package,
+            version(package),
+            "is outside the range that ds_etp was tested on",
+            works=f"{lowest} to {highest}",
+            next_step=f'Run: pip install "{package}>={lowest},<={highest}"',
         )
 
 

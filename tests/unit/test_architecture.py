@@ -41,7 +41,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "__main__": 7,
 }
 TORCH_FREE = (0, 1)
-HOSTS = ("deepspeed", "transformers", "accelerate")
+HOSTS = ("deepspeed", "transformers", "accelerate", "peft")
 # DeepSpeed's registry of process groups is module state of the host: few files may reach for it.
 HOST_GROUPS = "deepspeed.utils.groups"
 HOST_GROUPS_USERS = ("groups", "zero", "extension", "patches")
