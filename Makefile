@@ -2,6 +2,7 @@
 # make test    lint, then every test
 # make lint    ruff and mypy
 # make compat  parity tests at the corners of the supported range, in environments of their own (slow, by hand)
+# make docs    write docs/models.md anew, from the installed transformers
 # make clean   remove what the above leave behind, except the virtual environment
 #
 # The first call makes .venv and installs requirements-dev.txt into it.
@@ -25,7 +26,7 @@ export OMP_NUM_THREADS := 1
 # What DeepSpeed compiles is kept with the environment it was compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: demo test lint compat clean
+.PHONY: demo test lint compat docs clean
 .DELETE_ON_ERROR:
 
 CHECK_PYTHON = import sys; v = sys.version_info; \
@@ -72,6 +73,9 @@ lint: $(STAMP)
 
 compat:
 	PYTHON=$(PYTHON) tests/compat.sh
+
+docs: $(STAMP)
+	$(BIN)/python -m tests.families.table
 
 clean:
 	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat runs

@@ -1,4 +1,4 @@
-"""The `ds-etp` command. Runs on any machine: no GPU, and, `export` apart, no torch and no DeepSpeed.
+"""The `ds-etp` command. Runs on any machine: no GPU; no torch and no DeepSpeed but for `export` and `check --model`.
 
 A subcommand is one function, added in `_parser`; whatever only it needs is imported inside it.
 """
@@ -6,6 +6,7 @@ A subcommand is one function, added in `_parser`; whatever only it needs is impo
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from ds_etp.config import (
 )
 from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.topology import GroupKind, Topology
+from ds_etp.wire import plan_name
 
 AXES: tuple[tuple[str, GroupKind], ...] = (  # column -> the kind of group a rank's place along it is its place in
     ("tp", "tp"),
@@ -35,6 +37,7 @@ AXES: tuple[tuple[str, GroupKind], ...] = (  # column -> the kind of group a ran
     ("ep", "ep"),
     ("edp", "expert_dp"),
 )
+WIDTH = 160  # of tables of paths and shapes, where nobody's terminal says how wide it is
 LISTED: tuple[GroupKind, ...] = ("tp", "cp", "dp", "pp", "expt_tp", "ep", "expert_dp", "expert_model_parallel")
 
 
@@ -74,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--gpus", type=_size, required=True, help="number of ranks the job will have")
     check.add_argument("--cp", type=_size, default=1, help="context (Ulysses) parallel size (default 1)")
     check.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
+    check.add_argument("--model", help="also check this model: a folder with config.json, that file, or a hub id")
+    check.add_argument("--experts-implementation", help="what the model is loaded with (default: transformers' choice)")
+    check.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     check.set_defaults(run=_check)
 
     export = commands.add_parser("export", help="write a checkpoint's model as a folder that from_pretrained loads")
@@ -119,7 +125,35 @@ def _check(args: argparse.Namespace) -> int:
     check_host_options(ds_config, args.gpus)
     topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
     check_plan(block, topology)
-    Console(highlight=False).print(_table("Layout", ("size", "value"), layout_table(topology, block)))
+    layout = layout_table(topology, block)
+    if args.model is not None:
+        return _check_model(args, ds_config, topology, [*layout[:-1], ("plan", plan_name(topology, block.plan))])
+    Console(highlight=False).print(_table("Layout", ("size", "value"), layout))
+    return 0
+
+
+def _check_model(
+    args: argparse.Namespace, ds_config: Mapping[str, object], topology: Topology, layout: Sequence[tuple[str, str]]
+) -> int:
+    logging.disable(logging.WARNING)  # DeepSpeed warns, when imported, that it found no GPU: none is needed here
+    try:
+        from ds_etp.inspection import check_dense_plan, inspect
+        from ds_etp.report import report
+    finally:
+        logging.disable(logging.NOTSET)
+    facts = inspect(
+        args.model,
+        topology,
+        ds_config,
+        trust_remote_code=args.trust_remote_code,
+        implementation=args.experts_implementation,
+    )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    for part in (_table("Layout", ("size", "value"), layout), *report(facts, topology)):
+        console.print(part)
+    check_dense_plan(facts, topology)
     return 0
 
 

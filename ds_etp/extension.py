@@ -16,27 +16,26 @@ from ds_etp import config as block_config
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
-from ds_etp.families import find_experts, read_layout
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.log import log_table
+from ds_etp.model_checks import checked_layouts
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
 from ds_etp.patches.engine import engine_patches
-from ds_etp.patches.experts_interface import check_alignment, refuse_split_model
 from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
 from ds_etp.patches.leaves import give_inputs_gradients
 from ds_etp.patches.loading import loading_patches
-from ds_etp.patches.peft import check_adapters, check_same_adapters, plain_path, split_adapters
-from ds_etp.patches.peft_autotp import adapters_split_with_layers, check_split_layers
+from ds_etp.patches.peft import check_same_adapters, plain_path, split_adapters
+from ds_etp.patches.peft_autotp import adapters_split_with_layers
 from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.versions import check_host_versions
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
-from ds_etp.wire import choose_plan, tokens_are_replicated
+from ds_etp.wire import choose_plan, plan_name, tokens_are_replicated
 from ds_etp.zero import follow_as_one, is_partitioned, shard_partitioned, tag
 
 
@@ -130,30 +129,8 @@ def _refuse_other_axes(engine: Any) -> None:
 
 
 def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
-    refuse_split_model(model)
-    modules = find_experts(model)
-    if not modules:
-        raise config_error(
-            "expert_tensor_parallel.enabled",
-            True,
-            f"found no routed experts in {type(model).__name__}",
-            works="false, or a mixture-of-experts model of transformers",
-        )
-    layouts = {path: read_layout(path, module) for path, module in modules.items()}
-    check_adapters(model, layouts)
-    check_split_layers(engine, model)
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
-    for path, layout in layouts.items():
-        block_config.check_layer(
-            topology,
-            path,
-            num_experts=layout.num_experts,
-            intermediate_size=layout.intermediate_size,
-            spare_experts=layout.spare_experts,
-        )
-        itemsize = 2 if half else next(modules[path].parameters()).element_size()
-        check_alignment(path, modules[path], layout, topology, itemsize)
-    return layouts
+    return checked_layouts(model, topology, engine._config._param_dict, itemsize=2 if half else None)
 
 
 def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups, *, zero3: bool) -> None:
@@ -201,8 +178,7 @@ def _log(extension: Extension) -> None:
         return
     topology, block = extension.topology, extension.block
     rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
-    chosen = choose_plan(topology, block.plan)
-    rows.append(("plan", f"{chosen} (auto)" if block.plan == "auto" else chosen))
+    rows.append(("plan", plan_name(topology, block.plan)))
     rows.append(("experts modules", str(len(extension.layouts))))
     log_table("expert tensor parallelism", rows)
 

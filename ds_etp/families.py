@@ -109,7 +109,7 @@ def _walk_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return _is_decorated(module) or _row_of(module) is not None
+    return is_decorated(module) or _row_of(module) is not None
 
 
 def _contains(path: str, known: list[str]) -> bool:
@@ -123,7 +123,8 @@ def _looks_like_experts(path: str, module: nn.Module) -> bool:
     return named_so and next(module.parameters(), None) is not None
 
 
-def _is_decorated(module: nn.Module) -> bool:
+def is_decorated(module: nn.Module) -> bool:
+    """Whether a module takes part in transformers' choice of an experts implementation."""
     return hasattr(type(module), "_apply_gate") and "has_bias" in vars(module)
 
 
@@ -170,7 +171,7 @@ def _obstacles(module: nn.Module) -> Iterator[str]:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         yield f"it is a list of {len(module)} modules, one an expert, which their block calls one by one"
         return
-    if not _is_decorated(module):
+    if not is_decorated(module):
         yield "it carries none of transformers' layout flags (no use_experts_implementation)"
         return
     if getattr(module, "has_post_expert_norm", False):

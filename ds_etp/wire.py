@@ -27,3 +27,9 @@ def choose_plan(topology: Topology, requested: str = "auto") -> str:
     if requested != "auto":
         return requested
     return "replicated" if tokens_are_replicated(topology) else "alltoall"
+
+
+def plan_name(topology: Topology, requested: str = "auto") -> str:
+    """The plan for a topology as it is shown: `alltoall (auto)` where ds_etp has chosen it."""
+    chosen = choose_plan(topology, requested)
+    return f"{chosen} (auto)" if requested == "auto" else chosen

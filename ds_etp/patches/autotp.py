@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.runtime.tensor_parallel import config as host
@@ -68,6 +69,35 @@ def plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[No
         yield
     finally:
         host._get_hf_tp_plan = original
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """What AutoTP is shown of a model, its experts apart.
+
+    Attributes:
+        entries: pattern to style, in order; empty where the model has no plan, and AutoTP goes by names of its own.
+        refused: the styles for which AutoTP turns the whole plan down.
+    """
+
+    entries: dict[str, str]
+    refused: tuple[str, ...] = ()
+
+
+def dense_plan(model: Any, expert_paths: Iterable[str]) -> DensePlan:
+    """The tensor-parallel plan that AutoTP is shown of a model whose experts are at `expert_paths`."""
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+
+    entries = without_experts(host._get_hf_tp_plan(model) or {}, expert_paths)
+
+    def is_refused(style: str) -> bool:
+        try:
+            TPPlanConverter.convert({"layer": style})
+        except ValueError:
+            return True
+        return False
+
+    return DensePlan(entries, tuple(style for style in sorted(set(entries.values())) if is_refused(style)))
 
 
 # What AutoTP (0.19.8) leaves on a parameter whose gradient it sums.

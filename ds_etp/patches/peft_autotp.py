@@ -9,7 +9,7 @@ AutoTP looks into wrappers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,16 +22,19 @@ from ds_etp.patches.base import MethodPatch
 from ds_etp.patches.peft import is_wrapper
 
 
-def check_split_layers(engine: Any, model: nn.Module) -> None:
+def check_split_layers(model: nn.Module, tp: int, ds_config: Mapping[str, Any]) -> None:
     """Refuses adapters on layers that AutoTP may split and this module can't split with them.
+
+    Args:
+        tp: tensor parallel size of the dense path.
+        ds_config: the raw DeepSpeed config.
 
     Raises:
         ConfigError: names the layer and what works.
     """
-    tp = engine.autotp_size()
     if tp <= 1:
         return
-    settings = engine._config._param_dict.get("tensor_parallel", {})
+    settings = ds_config.get("tensor_parallel", {})
     has_plan = bool(settings.get("partition_config") or settings.get("preset_model") or config._get_hf_tp_plan(model))
     for path, module in model.named_modules():
         if not is_wrapper(module) or not _may_be_split(module):
