@@ -77,3 +77,33 @@ def test_it_says_what_the_engine_says(
     assert code == (2 if phrase else 0)
     assert phrase in said
     assert launcher.run(2, engine_says, folder=str(tmp_path)) == [said, said]
+
+
+def autotp_says(folder: str) -> str:
+    """DeepSpeed's own refusal of a tensor-parallel plan, or nothing."""
+    ds_etp.register()
+    model = transformers.OlmoeForCausalLM._from_config(transformers.AutoConfig.from_pretrained(folder))
+    try:
+        deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=json.loads(Path(folder, "ds.json").read_text())
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_it_foresees_what_autotp_refuses(
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    olmoe = TINY | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 4}
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2},
+        "expert_tensor_parallel": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(olmoe), encoding="utf-8")
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config), encoding="utf-8")
+    assert main(["check", str(tmp_path / "ds.json"), "--gpus", "2", "--model", str(tmp_path)]) == 2
+    assert "AutoTP refuses the styles rowwise_split_input" in capsys.readouterr().err
+    for message in launcher.run(2, autotp_says, folder=str(tmp_path)):
+        assert "unsupported partition style(s): ['rowwise_split_input']" in message
