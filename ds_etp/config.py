@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, TypeAd
 
 from ds_etp.errors import ConfigError, config_error
 from ds_etp.topology import Topology
+from ds_etp.wire import NODE_WEIGHT, PLAN_NAMES, tokens_are_replicated
 
 BLOCK = "expert_tensor_parallel"
 AUTOTP = "tensor_parallel.autotp_size"
-PLANS = ("replicated", "alltoall")  # the plans that work today; "allgather" is a reserved name
+PLANS = PLAN_NAMES
 
 T = TypeVar("T", bool, int)
 Size = Annotated[StrictInt, Field(ge=1)]
@@ -32,8 +33,10 @@ class ExpertTensorParallelConfig(BaseModel):
     enabled: StrictBool = True  # writing the block means wanting it: a silent no-op would be worse
     etp_size: Literal["auto"] | Size = "auto"
     ep_size: Size = 1
-    plan: Literal["auto", "replicated", "allgather", "alltoall"] = "auto"
+    plan: Literal["auto", "replicated", "allgather", "alltoall", "alltoall_gather_first"] = "auto"
     reduce_dtype: Literal["auto", "fp32"] = "auto"
+    equal_batches: StrictBool = False
+    node_weight: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = NODE_WEIGHT
 
 
 _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
@@ -42,6 +45,11 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "ep_size": ("is not a size: a whole number of at least 1 is needed", "1, 2, 3, ..."),
     "plan": ("is not a plan", ", ".join(("auto", *PLANS))),
     "reduce_dtype": ("is not a dtype that partial sums can be reduced in", "auto, fp32"),
+    "equal_batches": ("is not a boolean", "true, false"),
+    "node_weight": (
+        "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
+        "1, 8, 12.5",
+    ),
 }
 _OTHER_NAMES = {  # what the same size is called elsewhere, too far from our name for difflib
     "expert_tensor_parallel_size": "etp_size",
@@ -80,11 +88,7 @@ def parse_block(ds_config: Mapping[str, object]) -> ExpertTensorParallelConfig |
     except ValidationError as error:
         first = error.errors()[0]
         raise _block_error(str(first["loc"][0]), first["input"]) from None
-    if not block.enabled:
-        return None
-    if block.plan not in ("auto", *PLANS):
-        raise config_error(f"{BLOCK}.plan", block.plan, "is not implemented yet", works=("auto", *PLANS))
-    return block
+    return block if block.enabled else None
 
 
 def _block_error(key: str, value: object) -> ConfigError:
@@ -147,13 +151,13 @@ def _expert_tiling_error(block: ExpertTensorParallelConfig, dense: Topology, etp
 def check_plan(block: ExpertTensorParallelConfig, topology: Topology) -> None:
     """Refuses plan `replicated` unless the ranks of every expert group hold the same tokens (tp % (ep * etp) == 0)."""
     peers = topology.expert_model_parallel
-    if block.plan == "replicated" and topology.tp % peers:
+    if block.plan == "replicated" and not tokens_are_replicated(topology):
         raise config_error(
             f"{BLOCK}.plan",
             block.plan,
             f"needs expert ranks to hold the same tokens: tp {topology.tp} is not a multiple of etp {topology.etp} x "
             f"ep {topology.ep} = {peers}",
-            works="alltoall, auto",
+            works=("auto", *PLANS[1:]),
         )
 
 
