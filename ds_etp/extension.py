@@ -169,6 +169,7 @@ def _choose_plans(model: nn.Module, extension: Extension, ranks_per_node: int) -
             experts=layout.num_experts,
             ranks_per_node=ranks_per_node,
             node_weight=block.node_weight,
+            equal_batches=block.equal_batches,
         )
 
 

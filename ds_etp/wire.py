@@ -97,12 +97,15 @@ def near_indices(topology: Topology) -> float:
     return held / period / topology.etp
 
 
-def traffic(plan: str, topology: Topology, *, per_token: int, experts: int | None = None) -> Traffic:
+def traffic(
+    plan: str, topology: Topology, *, per_token: int, experts: int | None = None, equal_batches: bool = False
+) -> Traffic:
     """What a plan moves in a topology, for uniform routing.
 
     Args:
         plan: one of `PLAN_NAMES`.
         per_token, experts: K and E, as for `wanted`.
+        equal_batches: whether `allgather` knows all sizes.
 
     Raises:
         ValueError: no such plan.
@@ -116,7 +119,8 @@ def traffic(plan: str, topology: Topology, *, per_token: int, experts: int | Non
         merged = topology.tp == block  # the merge and the gather over tp are one all-reduce
         return Traffic({"expert_model_parallel": block - 1}, 2 * (block > 1) + tp_gathers * (not merged), tp_rows)
     if plan == "allgather":
-        return Traffic({"expert_model_parallel": 2 * (block - 1)}, 5 * (block > 1) + tp_gathers, tp_rows)
+        messages = (4 + (not equal_batches)) * (block > 1)
+        return Traffic({"expert_model_parallel": 2 * (block - 1)}, messages + tp_gathers, tp_rows)
     sizes = int(block > 1)
     if plan == "alltoall":
         rows: dict[GroupKind, float] = {
@@ -159,6 +163,7 @@ def choose_plan(
     experts: int | None = None,
     ranks_per_node: int | None = None,
     node_weight: float = NODE_WEIGHT,
+    equal_batches: bool = False,
 ) -> Choice:
     """The plan for a topology: the requested one, or the cheapest that fits.
 
@@ -168,6 +173,7 @@ def choose_plan(
         per_token, experts: K and E.
         ranks_per_node: None where the job is one node.
         node_weight: cost of a row over a group that leaves a node; of one that doesn't, 1.
+        equal_batches: as for `traffic`.
     """
 
     def cost(plan: str) -> float:
@@ -182,7 +188,10 @@ def choose_plan(
         names = [name for name in PLAN_NAMES if name != "replicated" or tokens_are_replicated(topology)]
         if topology.etp == 1:
             names.remove("alltoall_gather_first")  # the same as `alltoall` without peers to gather from
-    options = {name: traffic(name, topology, per_token=per_token, experts=experts) for name in names}
+    options = {
+        name: traffic(name, topology, per_token=per_token, experts=experts, equal_batches=equal_batches)
+        for name in names
+    }
     plan = min(options, key=cost)
     return Choice(plan, options[plan])
 
