@@ -38,6 +38,19 @@ class Places:
         self.near = self.near_to[self.place]
         self.near_ep = {place // self.etp for place in self.near}
         self.all_near = len(self.near) == self.ep * self.etp
+        # For the check that peers count alike: factors that make sums over counts differ when counts do, as good as
+        # always, and whose counts each place knows.
+        self.factors = (torch.arange(self.ep * self.etp * self.ep) + 1).mul(7919).remainder(1000003).view(-1, self.ep)
+        self.sees = torch.zeros(len(self.near_to), len(self.near_to), dtype=torch.int64)
+        for place, seen in enumerate(self.near_to):
+            self.sees[place, seen or [place]] = 1
+        self._seen_factors = self.factors[self.near or [self.place]]
+
+    def seen_factors(self, device: torch.device) -> Tensor:
+        """Factors of the places whose counts this rank knows, on the device they are counted on."""
+        if self._seen_factors.device != device:
+            self._seen_factors = self._seen_factors.to(device)
+        return self._seen_factors
 
     def _near_to(self, place: int) -> list[int]:
         tp, ranks = self.groups.topology.tp, self.groups.expert_model_parallel.ranks
@@ -73,8 +86,7 @@ class Table:
                 differently. Peers would wait for rows that never come.
         """
         counts = torch.stack([part.sum(0) for part in wanted.split(sizes)])
-        weights = self._weights(places, places.near or [places.place])
-        mark = (counts * torch.tensor(weights, device=counts.device)).sum()
+        mark = (counts * places.seen_factors(counts.device)).sum()
         row = torch.cat([mark[None], counts.new_full((1,), sizes[own]), counts[own]])
         block = places.groups.expert_model_parallel
         gathered = row.new_empty(block.size * len(row))
@@ -82,22 +94,16 @@ class Table:
             all_gather_single(gathered, row, group=block.group)
         else:
             gathered = row
-        table: list[list[int]] = gathered.view(block.size, -1).tolist()
-        self.owned = [row[1] for row in table]
-        self.rows = [row[2:] for row in table]
-        for place, (announced, *_) in enumerate(table):
-            seen = places.near_to[place] or [place]
-            marks = zip(seen, self._weights(places, seen), strict=True)
-            if announced != sum(weight * n for p, ws in marks for weight, n in zip(ws, self.rows[p], strict=True)):
-                raise RuntimeError(
-                    f"rank {block.ranks[place]} has routed tokens otherwise than its tensor-parallel peers, which hold "
-                    "the same ones. Seed them alike, or turn off the router's noise."
-                )
-
-    @staticmethod
-    def _weights(places: Places, owners: list[int]) -> list[list[int]]:
-        """Numbers that make sums over counts differ when the counts do, as good as always."""
-        return [[(owner * places.ep + e + 1) * 7919 % 1000003 for e in range(places.ep)] for owner in owners]
+        table = gathered.view(block.size, -1).cpu()
+        right = places.sees @ (table[:, 2:] * places.factors).sum(1)
+        wrong = (table[:, 0] != right).nonzero()[:, 0].tolist()
+        if wrong:
+            raise RuntimeError(
+                f"ranks {[block.ranks[place] for place in wrong]} have routed tokens otherwise than their "
+                "tensor-parallel peers, which hold the same ones. Seed them alike, or turn off the router's noise."
+            )
+        self.owned: list[int] = table[:, 1].tolist()
+        self.rows: list[list[int]] = table[:, 2:].tolist()
 
 
 class Route(ABC):

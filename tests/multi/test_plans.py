@@ -134,7 +134,7 @@ def test_peers_that_route_differently_are_stopped(launcher: Launcher) -> None:
     """On every rank of the block, instead of a message that some rank waits for in vain."""
     with pytest.raises(CaseFailed) as info:
         launcher.run(4, route_unlike_peers, timeout=60)
-    assert str(info.value).count("has routed tokens otherwise than its tensor-parallel peers") == 4
+    assert str(info.value).count("have routed tokens otherwise than their tensor-parallel peers") == 4
 
 
 def run_equal_batches(lengths: list[tuple[int, int]]) -> list[Any]:
