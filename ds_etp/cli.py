@@ -13,17 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ds_etp.config import (
-    BLOCK,
-    ExpertTensorParallelConfig,
-    autotp_size,
-    check_host_options,
-    check_plan,
-    layout_table,
-    parse_block,
-    resolve,
-)
+from ds_etp.config import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
 from ds_etp.errors import CheckpointError, ConfigError
+from ds_etp.host_options import BLOCK, autotp_size, check_host_options
 from ds_etp.topology import GroupKind, Topology
 
 AXES: tuple[tuple[str, GroupKind], ...] = (  # column -> the kind of group a rank's place along it is its place in
