@@ -14,19 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ds_etp.config import (
-    BLOCK,
-    ExpertTensorParallelConfig,
-    autotp_size,
-    check_host_options,
-    check_plan,
-    layout_table,
-    parse_block,
-    resolve,
-)
+from ds_etp.config import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
 from ds_etp.errors import CheckpointError, ConfigError
+from ds_etp.host_options import BLOCK, autotp_size, check_host_options
 from ds_etp.topology import GroupKind, Topology
-from ds_etp.wire import plan_name
 
 AXES: tuple[tuple[str, GroupKind], ...] = (  # column -> the kind of group a rank's place along it is its place in
     ("tp", "tp"),
@@ -78,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--cp", type=_size, default=1, help="context (Ulysses) parallel size (default 1)")
     check.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
     check.add_argument("--model", help="also check this model: a folder with config.json, that file, or a hub id")
+    check.add_argument("--gpus-per-node", type=_size, help="with --model, for the choice of a plan (default: one node)")
     check.add_argument("--experts-implementation", help="what the model is loaded with (default: transformers' choice)")
     check.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     check.set_defaults(run=_check)
@@ -125,32 +117,36 @@ def _check(args: argparse.Namespace) -> int:
     check_host_options(ds_config, args.gpus)
     topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
     check_plan(block, topology)
-    layout = layout_table(topology, block)
     if args.model is not None:
-        return _check_model(args, ds_config, topology, [*layout[:-1], ("plan", plan_name(topology, block.plan))])
-    Console(highlight=False).print(_table("Layout", ("size", "value"), layout))
+        return _check_model(args, ds_config, topology, block)
+    Console(highlight=False).print(_table("Layout", ("size", "value"), layout_table(topology, block)))
     return 0
 
 
 def _check_model(
-    args: argparse.Namespace, ds_config: Mapping[str, object], topology: Topology, layout: Sequence[tuple[str, str]]
+    args: argparse.Namespace, ds_config: Mapping[str, object], topology: Topology, block: ExpertTensorParallelConfig
 ) -> int:
     logging.disable(logging.WARNING)  # DeepSpeed warns, when imported, that it found no GPU: none is needed here
     try:
         from ds_etp.inspection import check_dense_plan, inspect
+        from ds_etp.model_checks import plan_rows
         from ds_etp.report import report
     finally:
         logging.disable(logging.NOTSET)
     facts = inspect(
         args.model,
         topology,
+        block,
         ds_config,
+        ranks_per_node=args.gpus_per_node,
         trust_remote_code=args.trust_remote_code,
         implementation=args.experts_implementation,
     )
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
+    # The last row of the layout is the plan as asked for; here it is the one that is taken.
+    layout = [*layout_table(topology, block)[:-1], *plan_rows(facts.choices, block)]
     for part in (_table("Layout", ("size", "value"), layout), *report(facts, topology)):
         console.print(part)
     check_dense_plan(facts, topology)

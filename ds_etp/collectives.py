@@ -7,7 +7,8 @@ Legend: T tokens a rank holds, t tokens it owns, H hidden size. All tensors are 
     gather  / reduce_scatter  own rows -> union / partial sums of   reduce-scatter / all-gather
                               the union -> own rows
     copy    / all_reduce      identity / partial sums -> total      all-reduce / identity
-    share                     replicated -> own block's rows        reduce-scatter, then all-gather
+    share   / unshare         replicated -> own block's rows / the  reduce-scatter, all-gather / slice
+                              block's partial sums -> replicated
     all_to_all                rows by send and receive counts       the reverse
 
 None of them has a hidden factor: `<A x, y> = <x, A' y>` holds summed over the peers, which is what makes
@@ -127,6 +128,20 @@ class _Share(Function):
         return (None, None, None, *_spread(ctx, all_gather_rows(own, ctx.sizes, ctx.whole)))
 
 
+class _Unshare(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Peers, block: Peers, rows: int, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+        sizes = even_sizes(rows, whole.size)
+        ctx.range = block_rows(whole, block, sizes)
+        own = reduce_scatter_rows([tensor], block_sizes(whole, block, sizes), block, dtype)
+        return all_gather_rows(own, sizes, whole)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        start, stop = ctx.range
+        return None, None, None, None, grad[start:stop]
+
+
 class _Copy(Function):
     @staticmethod
     def forward(ctx: Any, peers: Peers, dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -195,6 +210,18 @@ def share(whole: Peers, block: Peers, *tensors: Tensor, reduce_dtype: torch.dtyp
     `block` is a run of neighbours in `whole`, each of which works on a different share of the same rows.
     """
     return tuple(_Share.apply(whole, block, reduce_dtype, *tensors))
+
+
+def unshare(
+    whole: Peers, block: Peers, rows: int, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
+    """All `rows` rows, on every peer of `whole` alike, from partial results for the rows each block owns.
+
+    `reduce_scatter` over the block and `unsplit` over the whole; but backward every peer has the gradients it
+    needs, and sends nothing.
+    """
+    result: Tensor = _Unshare.apply(whole, block, rows, reduce_dtype, tensor)
+    return result
 
 
 def copy(peers: Peers, *tensors: Tensor, reduce_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

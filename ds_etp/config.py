@@ -6,21 +6,20 @@ so that all ranks fail alike and with the same message. No torch here: the CLI r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from difflib import SequenceMatcher, get_close_matches
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
 
 from ds_etp.errors import ConfigError, config_error
+from ds_etp.host_options import AUTOTP, BLOCK
 from ds_etp.topology import Topology
+from ds_etp.wire import NODE_WEIGHT, PLAN_NAMES, tokens_are_replicated
 
-BLOCK = "expert_tensor_parallel"
-AUTOTP = "tensor_parallel.autotp_size"
-PLANS = ("replicated", "alltoall")  # the plans that work today; "allgather" is a reserved name
+PLANS = PLAN_NAMES
 
-T = TypeVar("T", bool, int)
 Size = Annotated[StrictInt, Field(ge=1)]
 
 
@@ -32,8 +31,10 @@ class ExpertTensorParallelConfig(BaseModel):
     enabled: StrictBool = True  # writing the block means wanting it: a silent no-op would be worse
     etp_size: Literal["auto"] | Size = "auto"
     ep_size: Size = 1
-    plan: Literal["auto", "replicated", "allgather", "alltoall"] = "auto"
+    plan: Literal["auto", "replicated", "allgather", "alltoall", "alltoall_gather_first"] = "auto"
     reduce_dtype: Literal["auto", "fp32"] = "auto"
+    equal_batches: StrictBool = False
+    node_weight: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = NODE_WEIGHT
 
 
 _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
@@ -42,6 +43,11 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "ep_size": ("is not a size: a whole number of at least 1 is needed", "1, 2, 3, ..."),
     "plan": ("is not a plan", ", ".join(("auto", *PLANS))),
     "reduce_dtype": ("is not a dtype that partial sums can be reduced in", "auto, fp32"),
+    "equal_batches": ("is not a boolean", "true, false"),
+    "node_weight": (
+        "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
+        "1, 8, 12.5",
+    ),
 }
 _OTHER_NAMES = {  # what the same size is called elsewhere, too far from our name for difflib
     "expert_tensor_parallel_size": "etp_size",
@@ -80,11 +86,7 @@ def parse_block(ds_config: Mapping[str, object]) -> ExpertTensorParallelConfig |
     except ValidationError as error:
         first = error.errors()[0]
         raise _block_error(str(first["loc"][0]), first["input"]) from None
-    if not block.enabled:
-        return None
-    if block.plan not in ("auto", *PLANS):
-        raise config_error(f"{BLOCK}.plan", block.plan, "is not implemented yet", works=("auto", *PLANS))
-    return block
+    return block if block.enabled else None
 
 
 def _block_error(key: str, value: object) -> ConfigError:
@@ -147,13 +149,13 @@ def _expert_tiling_error(block: ExpertTensorParallelConfig, dense: Topology, etp
 def check_plan(block: ExpertTensorParallelConfig, topology: Topology) -> None:
     """Refuses plan `replicated` unless the ranks of every expert group hold the same tokens (tp % (ep * etp) == 0)."""
     peers = topology.expert_model_parallel
-    if block.plan == "replicated" and topology.tp % peers:
+    if block.plan == "replicated" and not tokens_are_replicated(topology):
         raise config_error(
             f"{BLOCK}.plan",
             block.plan,
             f"needs expert ranks to hold the same tokens: tp {topology.tp} is not a multiple of etp {topology.etp} x "
             f"ep {topology.ep} = {peers}",
-            works="alltoall, auto",
+            works=("auto", *PLANS[1:]),
         )
 
 
@@ -195,108 +197,6 @@ def layout_table(topology: Topology, block: ExpertTensorParallelConfig) -> list[
     if block.etp_size == "auto":
         experts[0] = ("etp", f"{topology.etp} (auto: = tp)")
     return [*dense, *experts, ("plan", block.plan)]
-
-
-def autotp_size(ds_config: Mapping[str, object]) -> int:
-    """tp as DeepSpeed's AutoTP will read it from the raw config; 0, "auto" and absent mean off, which is tp 1."""
-    return max(_lax(int, _lookup(ds_config, AUTOTP)) or 1, 1)
-
-
-@dataclass(frozen=True)
-class HostRule:
-    """A DeepSpeed option that does not work with split experts: its key, when it is refused, why, and what to do."""
-
-    key: str
-    refused: Callable[[object], bool]
-    rule: str
-    works: str = "false"
-    do: str = "Remove the key."
-    stages: tuple[int, ...] = (0, 1, 2, 3)
-
-
-def _on(value: object) -> bool:
-    return _lax(bool, value) is True
-
-
-_ZERO = "zero_optimization"
-_MIXES = "is not supported: it partitions parameters over a group that mixes different expert shards"
-_UNPROVEN = "is not supported: it has not been shown to give right numbers on expert shards"
-_OTHER = "is not supported: it replaces the ZeRO optimizer by one that knows no expert groups"
-_ZERO12 = "makes ZeRO 1 and 2 reduce expert gradients over every data-parallel rank, which mixes different shards"
-
-# Keys as deepspeed 0.19.8 spells them in runtime/config.py, runtime/constants.py, runtime/zero/config.py,
-# runtime/zero/offload_config.py and compile/config.py. `bool` is for keys whose raw value's truth DeepSpeed takes.
-HOST_RULES = (
-    HostRule(
-        "expert_parallel.enabled",
-        bool,
-        f"cannot be combined with {BLOCK}: both would shard the same experts",
-        do=f"Move expert_parallel.autoep_size to {BLOCK}.ep_size and expert_parallel.expert_tensor_parallel_size to "
-        f"{BLOCK}.etp_size, and remove the expert_parallel block: its other keys have no counterpart here.",
-    ),
-    HostRule(
-        "use_data_before_expert_parallelism",
-        bool,
-        "is not supported: expert ranks are laid out etp, ep, edp from the fastest, so ep comes before data",
-    ),
-    HostRule(f"{_ZERO}.zero_hpz_partition_size", lambda value: (_lax(int, value) or 1) > 1, _MIXES, works="1"),
-    # Gone in deepspeed 0.19.8, which refuses the key itself; still in 0.19.5.
-    HostRule(f"{_ZERO}.mics_shard_size", lambda value: (_lax(int, value) or -1) > 0, _MIXES, works="-1"),
-    *(
-        HostRule(f"{_ZERO}.{key}", _on, _UNPROVEN)
-        for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    ),
-    *(
-        HostRule(
-            f"{_ZERO}.{key}.device",
-            lambda value: value == "nvme",
-            "is not supported: expert checkpoints read tensors in memory, not those swapped to disk",
-            works="cpu, none",
-            do=f'Set {_ZERO}.{key}.device to "cpu".',
-        )
-        for key in ("offload_optimizer", "offload_param")
-    ),
-    HostRule(f"{_ZERO}.offload_optimizer.super_offload", _on, _OTHER),
-    HostRule(f"{_ZERO}.zenflow", lambda value: value not in (None, "auto"), _OTHER, works="null"),
-    # DeepSpeed asserts on reduce_scatter (stages 1, 2) and on contiguous_gradients at stage 2. At stage 1 it only
-    # warns, and then reduces experts over the dense data-parallel group.
-    *(
-        HostRule(f"{_ZERO}.{key}", lambda value: _lax(bool, value) is False, _ZERO12, works="true", stages=(1, 2))
-        for key in ("contiguous_gradients", "reduce_scatter")
-    ),
-    HostRule("compile.deepcompile", _on, _UNPROVEN),
-)
-
-
-def check_host_options(ds_config: Mapping[str, object], world: int) -> None:
-    """Refuses the DeepSpeed options that do not work with split experts (`HOST_RULES`), the first one found.
-
-    Args:
-        ds_config: the raw DeepSpeed config.
-        world: number of ranks, for the command that the message ends with.
-    """
-    stage = _lax(int, _lookup(ds_config, f"{_ZERO}.stage")) or 0
-    for rule in HOST_RULES:
-        value = _lookup(ds_config, rule.key)
-        if stage in rule.stages and rule.refused(value):
-            see = f"See: ds-etp check CONFIG.json --gpus {world}"
-            raise config_error(rule.key, value, rule.rule, works=rule.works, next_step=f"{rule.do} {see}")
-
-
-def _lookup(ds_config: Mapping[str, object], key: str) -> object:
-    """The value at a dotted key, or None; a parent that is no object (`zero_optimization: true`) holds nothing."""
-    value: object = ds_config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _lax(kind: type[T], value: object) -> T | None:
-    """A value as DeepSpeed's own models read it: "true" and 1 are True; what does not parse ("auto") is not set."""
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError:
-        return None
 
 
 def _tiling(world: int, others: int) -> list[int]:

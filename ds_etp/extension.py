@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
 from ds_etp.groups import ExpertGroups, check_name
+from ds_etp.host_options import check_host_options
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.log import log_table
-from ds_etp.model_checks import checked_layouts
+from ds_etp.model_checks import checked_layouts, chosen_plans, plan_rows
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
@@ -35,7 +37,7 @@ from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.versions import check_host_versions
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
-from ds_etp.wire import choose_plan, plan_name, tokens_are_replicated
+from ds_etp.wire import Choice, tokens_are_replicated
 from ds_etp.zero import follow_as_one, is_partitioned, shard_partitioned, tag
 
 
@@ -48,12 +50,14 @@ class Extension:
         topology: the sizes it came to.
         layouts: the layout of each experts module, by path; empty until the model is known.
         groups: the process groups; None until the model is sharded.
+        choices: the plan of each experts module, by path, and what it moves; empty until the model is sharded.
     """
 
     block: ExpertTensorParallelConfig
     topology: Topology
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
     groups: ExpertGroups | None = None
+    choices: dict[str, Choice] = field(default_factory=dict)
 
 
 class _Events:
@@ -68,7 +72,7 @@ class _Events:
         world = dist.get_world_size()
         tp = max(engine.autotp_size(), 1)
         check_host_versions(int(engine.zero_optimization_stage()), tp)
-        block_config.check_host_options(raw, world)
+        check_host_options(raw, world)
         _refuse_other_axes(engine)
         topology = block_config.resolve(block, world=world, tp=tp)
         block_config.check_plan(block, topology)
@@ -96,6 +100,8 @@ class _Events:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
+        per_node = _ranks_per_node(engine.device)
+        extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
         _shard_model(model, extension, groups, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = True
@@ -133,15 +139,24 @@ def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[
     return checked_layouts(model, topology, engine._config._param_dict, itemsize=2 if half else None)
 
 
+def _ranks_per_node(device: torch.device) -> int:
+    """Ranks that share a node: the fewest that any rank's launcher says, so that all ranks choose alike."""
+    named = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+    local = next((int(value) for value in named if value.isdecimal() and int(value)), dist.get_world_size())
+    fewest = torch.tensor(local, device=device)
+    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+    return int(fewest)
+
+
 def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups, *, zero3: bool) -> None:
     topology, block = extension.topology, extension.block
-    plan_class = PLANS[choose_plan(topology, block.plan)]
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     follow_as_one(list(modules.values()))
     for path, layout in extension.layouts.items():
         module = modules[path]
-        plan = plan_class(groups, layout.num_experts, reduce_dtype)
+        plan_class = PLANS[extension.choices[path].plan]
+        plan = plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches)
         shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
         tag(module.parameters(), groups)
         if is_partitioned(module):
@@ -178,7 +193,7 @@ def _log(extension: Extension) -> None:
         return
     topology, block = extension.topology, extension.block
     rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
-    rows.append(("plan", plan_name(topology, block.plan)))
+    rows.extend(plan_rows(extension.choices.values(), block))
     rows.append(("experts modules", str(len(extension.layouts))))
     log_table("expert tensor parallelism", rows)
 

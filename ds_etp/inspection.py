@@ -9,21 +9,20 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.families import is_decorated
+from ds_etp.host_options import half_dtype, zero_stage
 from ds_etp.layouts import ExpertsLayout
-from ds_etp.model_checks import checked_layouts
+from ds_etp.model_checks import checked_layouts, chosen_plans
 from ds_etp.patches.autotp import DensePlan, dense_plan
+from ds_etp.patches.experts_interface import PER_TOKEN_NAMES
 from ds_etp.patches.meta_models import build_on_meta, read_config
 from ds_etp.patches.versions import check_host_versions
 from ds_etp.topology import Topology
-from ds_etp.wire import tokens_are_replicated
-
-# What configs call K, the experts of a token.
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+from ds_etp.wire import Choice, tokens_are_replicated
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Inspection:
         itemsize: bytes of one weight.
         stage: the ZeRO stage.
         dense: what AutoTP is shown; None where attention isn't split, or by a plan of the config's own.
+        choices: the plan of each experts module.
         notes: what else there is to know, a sentence each.
     """
 
@@ -73,14 +73,17 @@ class Inspection:
     itemsize: int
     stage: int
     dense: DensePlan | None
+    choices: tuple[Choice, ...]
     notes: tuple[str, ...]
 
 
 def inspect(
     source: str,
     topology: Topology,
+    block: ExpertTensorParallelConfig,
     ds_config: Mapping[str, Any],
     *,
+    ranks_per_node: int | None = None,
     trust_remote_code: bool = False,
     implementation: str | None = None,
 ) -> Inspection:
@@ -89,18 +92,20 @@ def inspect(
     Args:
         source: a folder with a config.json, that file, or an id on the Hugging Face hub.
         topology: what the config comes to; its own checks have passed.
+        block: the config block.
         ds_config: the raw DeepSpeed config.
+        ranks_per_node: None where the job is one node.
         trust_remote_code: whether code that comes with the model may run.
         implementation: the experts implementation the model is loaded with; None: transformers' choice.
 
     Raises:
         ConfigError: the one an engine would raise, or why there is no model.
     """
-    stage = _read(int, ds_config, "zero_optimization", "stage") or 0
+    stage = zero_stage(ds_config)
     check_host_versions(stage, topology.tp)
     config = read_config(source, trust_remote_code=trust_remote_code)
     model = build_on_meta(config, source, trust_remote_code=trust_remote_code, implementation=implementation)
-    half = _half_dtype(ds_config)
+    half = half_dtype(ds_config)
     layouts = checked_layouts(model, topology, ds_config, itemsize=2 if half else None)
     first = next(model.get_submodule(next(iter(layouts))).parameters())
     total, whole, local = _count(model, layouts, topology)
@@ -115,6 +120,7 @@ def inspect(
         itemsize=2 if half else first.element_size(),
         stage=stage,
         dense=dense,
+        choices=tuple(chosen_plans(model, layouts, topology, block, ranks_per_node).values()),
         notes=tuple(_notes(model, layouts, topology, dense)),
     )
 
@@ -133,23 +139,6 @@ def check_dense_plan(inspection: Inspection, topology: Topology) -> None:
             f"{', '.join(inspection.dense.refused)} of its tp_plan, and with them all of it",
             works="1, or a tensor_parallel.partition_config",
         )
-
-
-def _read(kind: type[Any], ds_config: Mapping[str, Any], block: str, key: str) -> Any:
-    """A value as DeepSpeed reads it; None where it isn't set, or "auto"."""
-    values = ds_config.get(block)
-    try:
-        return TypeAdapter(kind).validate_python(values.get(key)) if isinstance(values, Mapping) else None
-    except ValidationError:
-        return None
-
-
-def _half_dtype(ds_config: Mapping[str, Any]) -> str | None:
-    """What the engine casts the model to; None: it stays as it is."""
-    for block, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        if _read(bool, ds_config, block, "enabled"):
-            return dtype
-    return None
 
 
 def _count(model: nn.Module, layouts: Mapping[str, ExpertsLayout], topology: Topology) -> tuple[int, int, int]:
@@ -180,7 +169,7 @@ def _groups(model: Any, layouts: Mapping[str, ExpertsLayout], topology: Topology
 
 
 def _top_k(config: Any) -> str:
-    values = (getattr(config, name, None) for name in _TOP_K)
+    values = (getattr(config, name, None) for name in PER_TOKEN_NAMES)
     return next((str(value) for value in values if value is not None), "")
 
 

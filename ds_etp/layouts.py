@@ -70,10 +70,14 @@ class ParameterLayout:
             shape[self.dim] //= topology.etp
         return tuple(shape)
 
+    def own_experts(self, full: Tensor, topology: Topology, ep_index: int) -> Tensor:
+        """The experts of one ep index, whole."""
+        return _take(full, 0, self.widths(topology)[0], ep_index)
+
     def shard(self, full: Tensor, topology: Topology, ep_index: int, etp_index: int) -> Tensor:
         """One rank's shard, a view of `full` where there is one block, a new tensor where there are more."""
-        rows, columns = self.widths(topology)
-        own = _take(full, 0, rows, ep_index)
+        columns = self.widths(topology)[1]
+        own = self.own_experts(full, topology, ep_index)
         return own if columns is None or self.dim is None else _take(own, self.dim, columns, etp_index)
 
     def unshard(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -1,19 +1,24 @@
-"""What an engine checks of a model before anything is changed, and `ds-etp check --model` without an engine."""
+"""What an engine checks of a model before anything is changed, and the plans it takes.
+
+`ds-etp check --model` does the same without an engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from ds_etp import config as block_config
+from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.families import find_experts, read_layout
 from ds_etp.layouts import ExpertsLayout
-from ds_etp.patches.experts_interface import check_alignment, refuse_split_model
+from ds_etp.patches.experts_interface import check_alignment, experts_per_token, refuse_split_model
 from ds_etp.patches.peft import check_adapters
 from ds_etp.patches.peft_autotp import check_split_layers
 from ds_etp.topology import Topology
+from ds_etp.wire import Choice, choose_plan
 
 
 def checked_layouts(
@@ -56,3 +61,41 @@ def checked_layouts(
         size = itemsize or next(modules[path].parameters()).element_size()
         check_alignment(path, modules[path], layout, topology, size)
     return layouts
+
+
+def chosen_plans(
+    model: nn.Module,
+    layouts: Mapping[str, ExpertsLayout],
+    topology: Topology,
+    block: ExpertTensorParallelConfig,
+    ranks_per_node: int | None,
+) -> dict[str, Choice]:
+    """How tokens reach each experts module, by its path.
+
+    Args:
+        model: not split yet.
+        layouts: from `checked_layouts`.
+        topology: what the config comes to.
+        block: the config block.
+        ranks_per_node: None where the job is one node.
+    """
+    return {
+        path: choose_plan(
+            topology,
+            block.plan,
+            per_token=experts_per_token(model.get_submodule(path), layout.num_experts),
+            experts=layout.num_experts,
+            ranks_per_node=ranks_per_node,
+            node_weight=block.node_weight,
+            equal_batches=block.equal_batches,
+        )
+        for path, layout in layouts.items()
+    }
+
+
+def plan_rows(choices: Iterable[Choice], block: ExpertTensorParallelConfig) -> list[tuple[str, str]]:
+    """Rows (name, value) of the plans that were chosen, for the table of the layout."""
+    by_name = {choice.plan: choice for choice in choices}
+    names = (f"{name} (auto)" if block.plan == "auto" else name for name in by_name)
+    sent = (f"{choice.traffic.total:.2f} a token" for choice in by_name.values())
+    return [("plan", ", ".join(names)), ("rows sent", ", ".join(sent))]

@@ -22,6 +22,8 @@ from ds_etp.groups import Peers
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_WIDEST = 8  # bytes of the widest dtype that travels
+
 
 def even_sizes(rows: int, parts: int) -> list[int]:
     """How many of `rows` rows each of `parts` peers owns: as even as can be, the longer ones first."""
@@ -29,16 +31,36 @@ def even_sizes(rows: int, parts: int) -> list[int]:
     return [quotient + (part < rest) for part in range(parts)]
 
 
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of the same rows as one `[rows, bytes]` message."""
-    return torch.cat([_as_bytes(tensor) for tensor in tensors], dim=1)
+def pack_rows(tensors: Sequence[Tensor], picked: Tensor | None = None) -> Tensor:
+    """Tensors of the same rows as one `[rows, bytes]` message; of the `picked` rows only, where given."""
+    columns, width = _columns(tensors)
+    message = tensors[0].new_empty(len(tensors[0]) if picked is None else len(picked), width, dtype=torch.uint8)
+    for tensor, (start, stop) in zip(tensors, columns, strict=True):
+        rows = tensor.reshape(len(tensor), _width(tensor))
+        column = message[:, start:stop].view(tensor.dtype)
+        if picked is None:
+            column.copy_(rows)
+        else:
+            torch.index_select(rows, 0, picked, out=column)  # into the message, without a copy in between
+    return message
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    rows = tensor.reshape(len(tensor), _width(tensor))
-    # `contiguous()` lets any stride pass where a dimension has one entry; a view of another dtype doesn't.
-    dense = rows if rows.stride() == (rows.shape[1], 1) else rows.clone(memory_format=torch.contiguous_format)
-    return dense.view(torch.uint8)
+def view_rows(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors of a message as views of it, each with the dtype and trailing shape of its model in `like`."""
+    return tuple(
+        message[:, start:stop].view(tensor.dtype).unflatten(1, tensor.shape[1:])
+        for tensor, (start, stop) in zip(like, _columns(like)[0], strict=True)
+    )
+
+
+def _columns(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int]:
+    """The bytes of each tensor's part of a message row, and those of the row: aligned, so that parts can be viewed."""
+    columns, end = [], 0
+    for tensor in tensors:
+        start = -(-end // tensor.element_size()) * tensor.element_size()
+        end = start + _width(tensor) * tensor.element_size()
+        columns.append((start, end))
+    return columns, -(-end // _WIDEST) * _WIDEST
 
 
 def _width(tensor: Tensor) -> int:
@@ -47,13 +69,15 @@ def _width(tensor: Tensor) -> int:
 
 
 def _unpack(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of a message, each with the dtype and trailing shape of its model in `like`."""
-    columns = message.split([_width(tensor) * tensor.element_size() for tensor in like], dim=1)
-    return tuple(
-        # A copy of its own, for its alignment: one row may start at any byte of the message.
-        column.clone(memory_format=torch.contiguous_format).view(tensor.dtype).view(len(message), *tensor.shape[1:])
-        for column, tensor in zip(columns, like, strict=True)
-    )
+    return tuple(view.clone(memory_format=torch.contiguous_format) for view in view_rows(message, like))
+
+
+def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers of several ranges, one after the other, as an index."""
+    runs = torch.tensor([*starts, *lengths], dtype=torch.int64).view(2, -1)
+    before = runs[1].cumsum(0) - runs[1]
+    index = (runs[0] - before).repeat_interleave(runs[1])
+    return (index + torch.arange(len(index))).to(device)
 
 
 def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peers) -> tuple[Tensor, ...]:
@@ -61,13 +85,21 @@ def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peer
     if peers.size == 1:
         return tuple(tensors)
     single = len(tensors) == 1
-    message = tensors[0].contiguous() if single else _pack(tensors)
+    message = tensors[0].contiguous() if single else pack_rows(tensors)
     longest = max(sizes)
-    out = message.new_empty(longest * peers.size, *message.shape[1:])
-    all_gather_single(out, _pad_rows(message, longest), group=peers.group)
+    out = all_gather_padded(message, longest, peers)
     if min(sizes) != longest:
         out = torch.cat([part[:size] for part, size in zip(out.split(longest), sizes, strict=True)])
     return (out,) if single else _unpack(out, tensors)
+
+
+def all_gather_padded(message: Tensor, longest: int, peers: Peers) -> Tensor:
+    """Every peer's rows, peer i's from row `i * longest` on. Rows beyond a peer's own hold anything."""
+    if peers.size == 1:
+        return message
+    out = message.new_empty(longest * peers.size, *message.shape[1:])
+    all_gather_single(out, _pad_rows(message, longest), group=peers.group)
+    return out
 
 
 def _pad_rows(rows: Tensor, length: int) -> Tensor:
@@ -92,6 +124,19 @@ def reduce_scatter_rows(
         return out[: sizes[peers.index]]
 
     return _reduced(tensors, dtype, reduce)
+
+
+def reduce_scatter_padded(tensors: Sequence[Tensor], longest: int, peers: Peers) -> tuple[Tensor, ...]:
+    """This rank's `longest` rows of the sum over peers. Each tensor holds as many for each peer, in peer order."""
+    if peers.size == 1:
+        return tuple(tensors)
+
+    def reduce(message: Tensor) -> Tensor:
+        out = message.new_empty(longest, *message.shape[1:])
+        reduce_scatter_single(out, message, group=peers.group)
+        return out
+
+    return _reduced(tensors, None, reduce)
 
 
 def all_reduce_rows(tensors: Sequence[Tensor], peers: Peers, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
@@ -133,7 +178,7 @@ def all_to_all_rows(
     if peers.size == 1:
         return tuple(tensors)
     single = len(tensors) == 1
-    message = tensors[0].contiguous() if single else _pack(tensors)
+    message = tensors[0].contiguous() if single else pack_rows(tensors)
     out = message.new_empty(sum(receive), *message.shape[1:])
     dist.all_to_all_single(out, message, list(receive), list(send), group=peers.group)
     return (out,) if single else _unpack(out, tensors)

@@ -40,6 +40,21 @@ def check_alignment(path: str, module: nn.Module, layout: ExpertsLayout, topolog
         )
 
 
+# What families' configs call K.
+PER_TOKEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+_USUAL_PER_TOKEN = 8
+
+
+def experts_per_token(module: nn.Module, num_experts: int) -> int:
+    """K, as a module's config has it, or the field's usual one: only the choice of a plan depends on it."""
+    config = getattr(module, "config", None)
+    for name in PER_TOKEN_NAMES:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return min(value, num_experts)
+    return min(_USUAL_PER_TOKEN, num_experts)
+
+
 def refuse_split_model(model: nn.Module) -> None:
     """Refuses a model that transformers' own tensor or expert parallelism has split already.
 

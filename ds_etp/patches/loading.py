@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.integrations import deepspeed as host
 
-from ds_etp.config import BLOCK
+from ds_etp.host_options import BLOCK
 from ds_etp.patches.base import MethodPatch
 
 _NAME = "_apply_weight_conversions_to_state_dict"

@@ -202,10 +202,9 @@ def _sliced(shard: Shard, name: str, left: Tensor, right: Tensor) -> tuple[Tenso
     """The rows of `left [E, ., r]` and the columns of `right [E, r, .]` whose product is this rank's shard."""
     layout, topology = shard.layout.parameters[name], shard.topology
     assert layout.dim is not None  # biases have no adapters
-    experts = left.shape[0] // topology.ep
     factors = {1: left, 2: right}
     cut = layout.shard(factors[layout.dim], topology, shard.ep_index, shard.etp_index)
-    own = {dim: factor.narrow(0, shard.ep_index * experts, experts) for dim, factor in factors.items()}
+    own = {dim: layout.own_experts(factor, topology, shard.ep_index) for dim, factor in factors.items()}
     own[layout.dim] = cut
     return own[1], own[2]
 

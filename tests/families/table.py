@@ -47,7 +47,7 @@ they check that they are refused before anything is changed. For a model of your
   doesn't know. "no plan": AutoTP goes by rules of its own. Only `tensor_parallel.autotp_size` above 1 asks for it, and
   `tensor_parallel.partition_config` replaces it. A "yes" is about the styles alone.
 
-{supported} of {all} are split.
+{supported} of {all} families are split.
 
 | family | class | experts | implementations | split | AutoTP | notes |
 |---|---|---|---|---|---|---|
@@ -66,7 +66,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The line's cells."""
         return (
-            self.family.name.partition("/")[0],
+            self.family.folder,
             f"`{self.family.experts}`",
             self.layout or "-",
             "eager, grouped_mm" if self.family.decorated else "eager only",
@@ -124,8 +124,8 @@ def document() -> str:
     header = _HEADER.format(
         transformers=version("transformers"),
         deepspeed=version("deepspeed"),
-        supported=sum(not row.refusal for row in rows()),
-        all=len(rows()),
+        supported=len({row.family.folder for row in rows()} - {row.family.folder for row in rows() if row.refusal}),
+        all=len({row.family.folder for row in rows()}),
     )
     return header + "\n".join(lines) + "\n"
 

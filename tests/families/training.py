@@ -31,6 +31,8 @@ FLOOR = 1e-3
 # Parameters that rounding moves by more, in one process too: after weights were moved by 1e-7, the gradient was off by
 # this much. By family: a pattern of names, and limits for them and for the norm.
 MOVED = {
+    "hy_v4": (r"attn_hc\.scale$", 4e-5, NORM),
+    "hy_v4_vl": (r"hc_scale$|attn_hc\.scale$", 5e-5, NORM),
     "inkling": (r"gate\.global_scale$", 4e-5, NORM),
     "inkling2_loop": (r"q_proj\.linear$", 4e-5, 4e-6),
     "qwen3_5_moe": (r"linear_attn\.A_log$", 7e-5, NORM),

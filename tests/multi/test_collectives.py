@@ -24,7 +24,7 @@ from ds_etp.rows import even_sizes
 from tests.launcher import Launcher
 
 WIDTH = 3
-REDUCING = ("gather", "reduce_scatter", "share", "copy", "all_reduce")  # ops that sum, in one direction
+REDUCING = ("gather", "reduce_scatter", "share", "unshare", "copy", "all_reduce")  # ops that sum, in one direction
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Op:
             an inner product; else each peer's is a part of its own.
         several: whether it takes several tensors.
         shapes: from the number of peers to the cases, each a tuple of sizes.
-        rows_in: rows of a peer's input, from the case, the number of peers and the peer's place.
+        rows_in: rows of a peer's input, from the case, the axis and the peer's place.
         call: runs the collective on this rank.
         plain: every peer's output from every peer's input.
     """
@@ -62,7 +62,7 @@ class Op:
     one_out: bool
     several: bool
     shapes: Callable[[int], list[Any]]
-    rows_in: Callable[[Any, int, int], int]
+    rows_in: Callable[[Any, Axis, int], int]
     call: Callable[..., tuple[Tensor, ...]]
     plain: Callable[[Axis, Any, Sequence[Tensor]], list[Tensor]]
 
@@ -108,13 +108,19 @@ def _all_to_all(axis: Axis, table: list[list[int]], *tensors: Tensor, **_: Any) 
     return c.all_to_all(axis.peers, table[place], [row[place] for row in table], *tensors)
 
 
+def _unshared(axis: Axis, total: int, xs: Sequence[Tensor]) -> list[Tensor]:
+    firsts = range(0, axis.size, axis.block.size)
+    whole = torch.cat([torch.stack([xs[i] for i in axis.block_of(first)]).sum(0) for first in firsts])
+    return [whole] * axis.size
+
+
 OPS: dict[str, Op] = {
     "split": Op(
         one_in=True,
         one_out=False,
         several=True,
         shapes=totals,
-        rows_in=lambda total, size, place: total,
+        rows_in=lambda total, axis, place: total,
         call=lambda axis, total, *tensors, **_: c.split(axis.peers, *tensors),
         plain=lambda axis, total, xs: _cut(axis, xs[0]),
     ),
@@ -123,7 +129,7 @@ OPS: dict[str, Op] = {
         one_out=True,
         several=False,
         shapes=totals,
-        rows_in=lambda total, size, place: even_sizes(total, size)[place],
+        rows_in=lambda total, axis, place: even_sizes(total, axis.size)[place],
         call=lambda axis, total, tensor, **_: (c.unsplit(axis.peers, total, tensor),),
         plain=lambda axis, total, xs: [torch.cat(list(xs))] * axis.size,
     ),
@@ -132,7 +138,7 @@ OPS: dict[str, Op] = {
         one_out=False,
         several=True,
         shapes=parts,
-        rows_in=lambda sizes, size, place: sizes[place],
+        rows_in=lambda sizes, axis, place: sizes[place],
         call=lambda axis, sizes, *tensors, **options: c.gather(axis.peers, sizes, *tensors, **options),
         plain=lambda axis, sizes, xs: [torch.cat(list(xs))] * axis.size,
     ),
@@ -141,7 +147,7 @@ OPS: dict[str, Op] = {
         one_out=False,
         several=False,
         shapes=parts,
-        rows_in=lambda sizes, size, place: sum(sizes),
+        rows_in=lambda sizes, axis, place: sum(sizes),
         call=lambda axis, sizes, tensor, **options: (c.reduce_scatter(axis.peers, sizes, tensor, **options),),
         plain=lambda axis, sizes, xs: list(torch.stack(list(xs)).sum(0).split(list(sizes))),
     ),
@@ -150,16 +156,25 @@ OPS: dict[str, Op] = {
         one_out=False,
         several=True,
         shapes=totals,
-        rows_in=lambda total, size, place: total,
+        rows_in=lambda total, axis, place: total,
         call=lambda axis, total, *tensors, **options: c.share(axis.peers, axis.block, *tensors, **options),
         plain=lambda axis, total, xs: _shared(axis, xs[0]),
+    ),
+    "unshare": Op(
+        one_in=False,
+        one_out=True,
+        several=False,
+        shapes=totals,
+        rows_in=lambda total, axis, place: sum(even_sizes(total, axis.size)[i] for i in axis.block_of(place)),
+        call=lambda axis, total, tensor, **options: (c.unshare(axis.peers, axis.block, total, tensor, **options),),
+        plain=_unshared,
     ),
     "copy": Op(
         one_in=True,
         one_out=False,
         several=True,
         shapes=totals,
-        rows_in=lambda total, size, place: total,
+        rows_in=lambda total, axis, place: total,
         call=lambda axis, total, *tensors, **options: c.copy(axis.peers, *tensors, **options),
         plain=lambda axis, total, xs: [xs[0]] * axis.size,
     ),
@@ -168,7 +183,7 @@ OPS: dict[str, Op] = {
         one_out=True,
         several=False,
         shapes=totals,
-        rows_in=lambda total, size, place: total,
+        rows_in=lambda total, axis, place: total,
         call=lambda axis, total, tensor, **options: (c.all_reduce(axis.peers, tensor, **options),),
         plain=lambda axis, total, xs: [torch.stack(list(xs)).sum(0)] * axis.size,
     ),
@@ -177,7 +192,7 @@ OPS: dict[str, Op] = {
         one_out=False,
         several=True,
         shapes=routes,
-        rows_in=lambda table, size, place: sum(table[place]),
+        rows_in=lambda table, axis, place: sum(table[place]),
         call=_all_to_all,
         plain=_routed,
     ),
@@ -226,7 +241,7 @@ def check_all_values(groups: list[list[int]]) -> None:
     size = len(groups[0])
     for block in [block for block in range(1, size + 1) if size % block == 0]:
         axis = make_axis(groups, block)
-        for name in OPS if block == 1 else ["share"]:
+        for name in OPS if block == 1 else ["share", "unshare"]:
             check_values(name, axis)
 
 
@@ -238,7 +253,7 @@ def check_values(name: str, axis: Axis) -> None:
     base = 1000 * axis.peers.ranks[0]
     for case in op.shapes(size):
         xs = [
-            numbers(op.rows_in(case, size, i), base + (0 if op.one_in else i)).requires_grad_()
+            numbers(op.rows_in(case, axis, i), base + (0 if op.one_in else i)).requires_grad_()
             for i in range(1 if op.one_in else size)
         ]
         expected = op.plain(axis, case, xs)
@@ -276,7 +291,7 @@ def check_several(name: str, axis: Axis) -> None:
     for case in op.shapes(size):
         wide, narrow, index = (
             [
-                numbers(op.rows_in(case, size, i), 10 * kind + (0 if op.one_in else i), dtype, width=2 + kind // 2)
+                numbers(op.rows_in(case, axis, i), 10 * kind + (0 if op.one_in else i), dtype, width=2 + kind // 2)
                 for i in range(1 if op.one_in else size)
             ]
             for kind, dtype in enumerate(dtypes)
@@ -337,7 +352,7 @@ def count_alone() -> tuple[int, list[str]]:
     with counted_messages() as messages:
         for name, op in OPS.items():
             case = op.shapes(1)[0]
-            x = numbers(op.rows_in(case, 1, 0), 0).requires_grad_()
+            x = numbers(op.rows_in(case, axis, 0), 0).requires_grad_()
             (out,) = op.call(axis, case, x)
             out.backward(torch.ones_like(out))
             if not (torch.equal(out, x) and torch.equal(x.grad, torch.ones_like(x))):
@@ -353,7 +368,7 @@ def count_without_gradient() -> dict[str, tuple[int, int]]:
         case = op.shapes(axis.size)[0]
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         with counted_messages() as messages:
-            (out,) = op.call(axis, case, numbers(op.rows_in(case, axis.size, axis.peers.index), 0))
+            (out,) = op.call(axis, case, numbers(op.rows_in(case, axis, axis.peers.index), 0))
             forward = messages()
             (out * scale).sum().backward()
             counts[name] = forward, messages() - forward
@@ -375,7 +390,7 @@ def reduce_errors(name: str, axis: Axis) -> tuple[float, float]:
     errors = []
     for dtype in (None, torch.float32):
         generator = torch.Generator().manual_seed(1)
-        inputs = [torch.randn(op.rows_in(case, size, i), WIDTH, generator=generator).bfloat16() for i in range(size)]
+        inputs = [torch.randn(op.rows_in(case, axis, i), WIDTH, generator=generator).bfloat16() for i in range(size)]
         exact = [x.double().requires_grad_() for x in (inputs[:1] if op.one_in else inputs)]
         outs = op.plain(axis, case, exact)
         ys = [torch.randn(out.shape, generator=generator).bfloat16() for out in outs]
@@ -385,7 +400,11 @@ def reduce_errors(name: str, axis: Axis) -> tuple[float, float]:
         assert out.dtype == torch.bfloat16
         out.backward(ys[place])
         assert x.grad.dtype == torch.bfloat16
-        if name in ("all_reduce", "reduce_scatter"):  # these sum on the way there, the others on the way back
+        if name in (
+            "all_reduce",
+            "reduce_scatter",
+            "unshare",
+        ):  # sums on the way there
             errors.append((out.double() - outs[place]).abs().mean().item())
         else:
             errors.append((x.grad.double() - exact[0 if op.one_in else place].grad).abs().mean().item())
@@ -437,7 +456,7 @@ PACKED = {
 @pytest.mark.parametrize("tensors", PACKED.values(), ids=PACKED.keys())
 def test_any_strides_travel(tensors: list[Tensor]) -> None:
     """What a message is made of, without sending it: into bytes and out again."""
-    message = rows._pack(tensors)
+    message = rows.pack_rows(tensors)
     assert len(message) == len(tensors[0])
     for out, tensor in zip(rows._unpack(message, tensors), tensors, strict=True):
         assert out.dtype == tensor.dtype
@@ -452,8 +471,8 @@ def test_no_gradient_no_backward_message(launcher: Launcher) -> None:
     for counts in launcher.run(2, count_without_gradient):
         assert {name: backward for name, (_, backward) in counts.items()} == dict.fromkeys(OPS, 0)
         # And the counter does count: these are the ops that send something forward.
-        sending = {name for name, (forward, _) in counts.items() if forward == 1}
-        assert sending == {"unsplit", "gather", "reduce_scatter", "all_reduce", "all_to_all"}
+        sending = {name for name, (forward, _) in counts.items() if forward}
+        assert sending == {"unsplit", "gather", "reduce_scatter", "unshare", "all_reduce", "all_to_all"}
 
 
 def test_reducing_in_float32_is_closer(launcher: Launcher) -> None:

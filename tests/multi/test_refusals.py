@@ -35,8 +35,7 @@ _TINY: dict[str, Any] = {
 }
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
-    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 8}),
-    "llama4_text": ("Llama4TextConfig", {"num_local_experts": 4, "intermediate_size_mlp": 16, "head_dim": 8}),
+    "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "kv_channels": 8}),
 }
 
 
@@ -142,19 +141,14 @@ CASES: dict[str, Case] = {
     ),
     "a dense model, with tp": Case(("found no routed experts in LlamaForCausalLM",), family="llama", host=TP2),
     "unsupported experts": Case(
-        ("cannot split model.layers.0.mlp.experts (GptOssExperts): experts with biases",),
-        family="gpt_oss",
+        ("cannot split model.layers.0.", "(JetMoeParallelExperts): it is one projection of experts"),
+        family="jetmoe",
         kind="UnsupportedExperts",
     ),
     "unsupported experts, with tp": Case(
-        ("cannot split model.layers.0.mlp.experts (GptOssExperts)",),
-        family="gpt_oss",
+        ("cannot split model.layers.0.", "(JetMoeParallelExperts)"),
+        family="jetmoe",
         host=TP2,
-        kind="UnsupportedExperts",
-    ),
-    "undecorated experts": Case(
-        ("cannot split model.layers.0.feed_forward.experts (Llama4TextExperts)",),
-        family="llama4_text",
         kind="UnsupportedExperts",
     ),
     "an mpu": Case(("mpu='OwnMpu' is an mpu of its own", "tensor_parallel.autotp_size"), mpu=True),

@@ -77,6 +77,8 @@ def test_some_of_them(launcher: Launcher, stage: int, recipe: LoraRecipe, split:
         (2, {"options": (("use_rslora", True), ("rank_pattern", (("gate_up_proj", 2),)))}, {"etp": 2, "ep": 2}),
         (1, {"options": (("modules_to_save", ("mlp.experts",)),), "parameters": ()}, {"tp": 2, "etp": 2, "ep": 2}),
         (3, {"options": (("modules_to_save", ("gate",)),)}, {"tp": 2, "etp": 2}),
+        (1, {"family": "gpt_oss", "modules": ()}, {"etp": 2, "ep": 2}),  # transposed, gate and up interleaved
+        (2, {"family": "longcat_flash", "modules": ()}, {"etp": 2, "ep": 2}),  # rows of experts without weights
     ],
     ids=str,
 )

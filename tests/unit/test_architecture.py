@@ -21,6 +21,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "log": 0,
     "topology": 0,
     "wire": 0,
+    "host_options": 1,
     "config": 1,
     "planner": 1,
     "groups": 2,

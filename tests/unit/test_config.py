@@ -11,12 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from ds_etp.config import (
-    HOST_RULES,
     PLANS,
     ExpertTensorParallelConfig,
-    autotp_size,
     check_block_name,
-    check_host_options,
     check_layer,
     check_plan,
     layout_table,
@@ -24,13 +21,18 @@ from ds_etp.config import (
     resolve,
 )
 from ds_etp.errors import ConfigError
+from ds_etp.host_options import HOST_RULES, autotp_size, check_host_options
 from ds_etp.topology import Topology
 
-KEYS = "Keys that work: enabled, etp_size, ep_size, plan, reduce_dtype."
+KEYS = "Keys that work: enabled, etp_size, ep_size, plan, reduce_dtype, equal_batches, node_weight."
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
 DTYPE_RULE = "is not a dtype that partial sums can be reduced in. Values that work: auto, fp32."
-PLAN_RULE = "is not a plan. Values that work: auto, replicated, alltoall."
+WEIGHT_RULE = (
+    "is not a cost of links between nodes, relative to those inside: at least 1 is needed. "
+    "Values that work: 1, 8, 12.5."
+)
+PLAN_RULE = "is not a plan. Values that work: auto, replicated, allgather, alltoall, alltoall_gather_first."
 
 
 def parsed(**block: Any) -> ExpertTensorParallelConfig:
@@ -56,6 +58,8 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "ep_size": 1,
         "plan": "auto",
         "reduce_dtype": "auto",
+        "equal_batches": False,
+        "node_weight": 8.0,
     }
 
 
@@ -102,10 +106,12 @@ def test_none_when_absent_or_off(ds_config: dict[str, object]) -> None:
         ({"enabled": 1}, "expert_tensor_parallel.enabled=1 is not a boolean. Values that work: true, false."),
         ({"plan": "ring"}, f"expert_tensor_parallel.plan='ring' {PLAN_RULE}"),
         (
-            {"plan": "allgather"},
-            "expert_tensor_parallel.plan='allgather' is not implemented yet. "
-            "Values that work: auto, replicated, alltoall.",
+            {"equal_batches": 1},
+            "expert_tensor_parallel.equal_batches=1 is not a boolean. Values that work: true, false.",
         ),
+        ({"node_weight": 0.5}, f"expert_tensor_parallel.node_weight=0.5 {WEIGHT_RULE}"),
+        ({"node_weight": "8"}, f"expert_tensor_parallel.node_weight='8' {WEIGHT_RULE}"),
+        ({"node_weight": float("inf")}, f"expert_tensor_parallel.node_weight=inf {WEIGHT_RULE}"),
         ({"reduce_dtype": "bf16"}, f"expert_tensor_parallel.reduce_dtype='bf16' {DTYPE_RULE}"),
         (
             {"etp_sise": 2},
@@ -263,11 +269,11 @@ def test_replicated_where_tokens_are_shared(tp: int, etp: int, ep: int) -> None:
 def test_replicated_where_tokens_differ() -> None:
     assert message(check_plan, parsed(plan="replicated"), Topology(world=8, tp=2, etp=2, ep=2)) == (
         "expert_tensor_parallel.plan='replicated' needs expert ranks to hold the same tokens: tp 2 is not a multiple "
-        "of etp 2 x ep 2 = 4. Values that work: alltoall, auto."
+        "of etp 2 x ep 2 = 4. Values that work: auto, allgather, alltoall, alltoall_gather_first."
     )
 
 
-@pytest.mark.parametrize("plan", ["auto", "alltoall"])
+@pytest.mark.parametrize("plan", ["auto", *PLANS[1:]])
 def test_other_plans_fit_every_topology(plan: str) -> None:
     check_plan(parsed(plan=plan), Topology(world=8, tp=2, etp=4, ep=2))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.integrations import use_experts_implementation
 
 from ds_etp.errors import ConfigError
 from ds_etp.families import find_experts, read_layout
@@ -333,6 +334,32 @@ def test_a_module_that_is_not_standard(change: Callable[[Any], None], reason: st
     text = refusal(module)
     assert reason in text
     assert f"({type(module).__name__})" in text
+
+
+@use_experts_implementation
+class NextYearsExperts(nn.Module):
+    """What a newer transformers may bring: a flag whose meaning no one knows yet."""
+
+    def __init__(self, config: Any, **flags: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 16, 16))
+        self.down_proj = nn.Parameter(torch.zeros(4, 16, 8))
+        self.act_fn = nn.SiLU()
+        for name, value in flags.items():
+            setattr(self, name, value)
+
+    def forward(self, *_: Tensor) -> Tensor:
+        """Never called."""
+        raise AssertionError
+
+
+@pytest.mark.parametrize("flag", ["is_block_diagonal", "has_expert_norm"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_flag_that_no_one_knows_is_refused_whatever_it_says(flag: str, value: bool) -> None:
+    assert read_layout("experts", NextYearsExperts(None)).parameters == STANDARD
+    assert f"an unknown layout flag {flag}={value}, newer than this ds_etp" in refusal(
+        NextYearsExperts(None, **{flag: value})
+    )
 
 
 def test_every_reason_is_listed() -> None:

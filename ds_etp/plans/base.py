@@ -1,0 +1,118 @@
+"""What plans share: their interface, the rows they hand out, and rows in and out of the family's forward.
+
+Legend: T tokens in this rank's batch, t tokens it owns (tensor-parallel peers hold the same batch and own
+a share each), n rows this rank's experts work on, a (row, local expert) assignments, H hidden size,
+K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_etp.groups import ExpertGroups
+
+
+@dataclass
+class Rows:
+    """What one rank's experts work on, and what its plan needs to bring the results back.
+
+    Attributes:
+        x: `[a, H]`.
+        index: `[a, k]`, over this rank's experts.
+        weights: `[a, k]`.
+        owner: `[a]`, which of the n rows an assignment belongs to; None where rows are assignments.
+        count: n, how many rows arrived.
+        tokens: T, how many tokens the module was called with.
+        route: the plan's own notes.
+    """
+
+    x: Tensor
+    index: Tensor
+    weights: Tensor
+    owner: Tensor | None
+    count: int
+    tokens: int
+    route: Any = None
+
+
+class Plan(Protocol):
+    """How tokens reach experts in one topology."""
+
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
+        """From this rank's tokens `[T, H]`, `[T, K]`, `[T, K]` to the rows its experts work on."""
+
+    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`."""
+
+
+class BasePlan(ABC):
+    """A plan for one experts module.
+
+    Args:
+        groups: the process groups.
+        num_experts: E.
+        reduce_dtype: what partial sums are added up in; None for their own dtype.
+        equal_batches: the config's promise that all ranks bring equally many tokens.
+    """
+
+    def __init__(
+        self,
+        groups: ExpertGroups,
+        num_experts: int,
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        equal_batches: bool = False,
+    ) -> None:
+        self.groups = groups
+        self.reduce_dtype = reduce_dtype
+        self.equal_batches = equal_batches
+        self.local_experts = num_experts // groups.topology.ep
+        self.first_expert = groups.ep.index * self.local_experts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BasePlan:
+        # Process groups can't be copied; a copied module (an EMA, say) talks to the same peers.
+        return self
+
+    @abstractmethod
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
+        """See `Plan.dispatch`."""
+
+    @abstractmethod
+    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+        """See `Plan.combine`."""
+
+    def _to_local(self, x: Tensor, index: Tensor, weights: Tensor, tokens: int, route: Any = None) -> Rows:
+        """Rows whose assignments are all to local experts, and at least one of them."""
+        count, owner = len(x), None
+        if self.groups.topology.ep > 1:
+            # One row for each (token, local expert) pair: families don't agree on an index for "not here".
+            owner, choice, local = self._local_pairs(index)
+            x, index, weights = x[owner], local, weights[owner, choice, None]
+        if len(x) == 0:
+            # A family's forward may lose its graph without rows, and peers would wait for its backward.
+            # A row of zeros with weight zero keeps the graph and adds exactly nothing.
+            x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+            index = torch.cat([index, index.new_zeros(1, index.shape[1])])
+            weights = torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
+            if owner is None:
+                owner = index.new_zeros(0, dtype=torch.int64)
+        return Rows(x, index, weights, owner, count, tokens, route)
+
+    def _local_pairs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows' expert indices `[n, K]` the local ones: their row, their place in it, the local index `[a, 1]`."""
+        local = index - self.first_expert
+        owner, choice = ((local >= 0) & (local < self.local_experts)).nonzero(as_tuple=True)
+        return owner, choice, local[owner, choice, None]
+
+    def _from_local(self, partial: Tensor, rows: Rows) -> Tensor:
+        """Partial outputs `[a, H]` summed by row: `[n, H]`."""
+        if rows.owner is None:
+            return partial
+        dtype = self.reduce_dtype or partial.dtype
+        out = partial.new_zeros(rows.count, partial.shape[1], dtype=dtype)
+        return out.index_add(0, rows.owner, partial[: len(rows.owner)].to(dtype))

@@ -1,0 +1,66 @@
+"""The all-to-all plan that sends over `ep` first, and shares over `expt_tp` what arrived: the fewest rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ds_etp.plans.lanes import AllToAll, Lanes
+from ds_etp.rows import all_gather_padded, ranges, reduce_scatter_padded
+
+
+class _Route(Lanes):
+    """Sums are merged over `expt_tp` in a section for each lane, and go back over the lanes.
+
+    Sections are padded to the longest: with uniform routing they differ by little.
+    """
+
+    def __init__(self, plan: AllToAll, index: Tensor) -> None:
+        super().__init__(plan, index)
+        at, rows = self.places, self.table.rows
+        self.represented, self.near_rows = self.own, self.held
+        self.near_owners, self.kept = at.near, at.near_ep
+        self.send = [0 if e in self.kept else rows[at.place][e] for e in range(at.ep)]
+        self.receive = [0 if e in self.kept else rows[e * at.etp + at.j][at.e] for e in range(at.ep)]
+        self._far_owners = [[e * at.etp + j for e in range(at.ep) if e not in self.kept] for j in range(at.etp)]
+        self._longest_far = max(sum(rows[owner][at.e] for owner in lane) for lane in self._far_owners)
+        self._longest = max(sum(rows[e * at.etp + j][at.e] for e in range(at.ep)) for j in range(at.etp))
+        self.union = self._longest * at.etp
+
+    def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors
+
+    def _after_lanes(self, message: Tensor) -> Tensor:
+        return all_gather_padded(message, self._longest_far, self.groups.expt_tp)
+
+    def _far(self) -> tuple[Tensor, Tensor]:
+        starts, lengths, places = [], [], []
+        for lane, owners in enumerate(self._far_owners):
+            start = lane * self._longest_far
+            for owner in owners:
+                starts.append(start)
+                lengths.append(self.table.rows[owner][self.places.e])
+                places.append(self._place_of(owner))
+                start += lengths[-1]
+        return ranges(starts, lengths, self.device), ranges(places, lengths, self.device)
+
+    def _place_of(self, owner: int) -> int:
+        at = self.places
+        e, j = divmod(owner, at.etp)
+        return j * self._longest + sum(self.table.rows[before * at.etp + j][at.e] for before in range(e))
+
+    def _back(self, sums: list[Tensor]) -> list[Tensor]:
+        at = self.places
+        merged = reduce_scatter_padded(sums, self._longest, self.groups.expt_tp)
+        send = [self.table.rows[e * at.etp + at.j][at.e] for e in range(at.ep)]
+        return self._lane_back(merged, send, self.table.rows[at.place], self.sizes[at.place])
+
+
+class DispatchFirst(AllToAll):
+    """Forward: sizes, an all-to-all over ep, an all-gather over expt_tp, and their transposes back.
+
+    Where tensor-parallel peers hold all of a block's tokens nothing goes out, and only the way back remains.
+    """
+
+    route = _Route

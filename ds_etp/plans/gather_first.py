@@ -1,0 +1,63 @@
+"""The all-to-all plan in which `expt_tp` peers share their tokens first: fewer messages where they hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_etp.plans.lanes import AllToAll, Lanes
+from ds_etp.rows import all_gather_padded, pack_rows, ranges, reduce_scatter_rows, view_rows
+
+
+class _Route(Lanes):
+    """A rank sends the tokens of its whole `expt_tp` group; sums come back and are merged over it last."""
+
+    def __init__(self, plan: AllToAll, index: Tensor) -> None:
+        super().__init__(plan, index)
+        at, rows = self.places, self.table.rows
+        self._owned = [self.table.owned[place] for place in at.group(at.e)]
+        self._counts = [[sum(rows[p][e] for p in at.group(owners)) for e in range(at.ep)] for owners in range(at.ep)]
+        if at.near:
+            self.near_owners, self.kept, self.near_rows = at.near, at.near_ep, self.held
+            start = self.starts[at.group(at.e)[0]]
+            self.represented = slice(start, start + sum(self._owned))
+        else:
+            self.near_owners, self.kept = list(at.group(at.e)), {at.e}
+            starts = [j * max(self._owned) for j in range(at.etp)]
+            self.represented = self.near_rows = ranges(starts, self._owned, self.device)
+        self.send = [0 if e in self.kept else self._counts[at.e][e] for e in range(at.ep)]
+        self.receive = [0 if e in self.kept else self._counts[e][at.e] for e in range(at.ep)]
+        self.union = sum(counts[at.e] for counts in self._counts)
+
+    def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.places.near:
+            return tensors
+        message = pack_rows([tensor[self.own] for tensor in tensors])
+        return view_rows(all_gather_padded(message, max(self._owned), self.groups.expt_tp), tensors)
+
+    def _after_lanes(self, message: Tensor) -> Tensor:
+        return message
+
+    def _far(self) -> tuple[Tensor, Tensor]:
+        at = self.places
+        places = ranges([self._place_of(e * at.etp) for e in range(at.ep)], self.receive, self.device)
+        return torch.arange(len(places), device=self.device), places
+
+    def _place_of(self, owner: int) -> int:
+        return sum(self.table.rows[before][self.places.e] for before in range(owner))
+
+    def _back(self, sums: list[Tensor]) -> list[Tensor]:
+        at = self.places
+        send = [counts[at.e] for counts in self._counts]
+        totals = self._lane_back(sums, send, self._counts[at.e], sum(self._owned))
+        return list(reduce_scatter_rows(totals, self._owned, self.groups.expt_tp, None))
+
+
+class GatherFirst(AllToAll):
+    """Forward: sizes, an all-gather over expt_tp unless its peers hold the same tokens, an all-to-all over ep, and
+    their transposes back. Messages over `expt_tp` have the batches' own shapes.
+    """
+
+    route = _Route

@@ -1,0 +1,33 @@
+"""The plan for tokens that every rank of an expert-model-parallel block holds already: nothing goes out."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ds_etp import collectives as c
+from ds_etp.plans.base import BasePlan, Rows
+
+
+class Replicated(BasePlan):
+    """Needs `tp` to be a multiple of `ep * etp`; every shape is known, so nothing is exchanged but rows.
+
+    Where a tensor-parallel group holds several blocks, each takes its share of the tokens, and the results
+    are gathered over the tensor-parallel group.
+    """
+
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
+        """See `Plan.dispatch`. Forward: no message."""
+        tp, block, tokens = self.groups.tp, self.groups.expert_model_parallel, len(x)
+        if tp.size == block.size:
+            x, weights = c.copy(block, x, weights, reduce_dtype=self.reduce_dtype)
+        else:
+            x, index, weights = c.share(tp, block, x, index, weights, reduce_dtype=self.reduce_dtype)
+        return self._to_local(x, index, weights, tokens)
+
+    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+        """See `Plan.combine`. Forward: an all-reduce, or a reduce-scatter and an all-gather over tp."""
+        tp, block, dtype = self.groups.tp, self.groups.expert_model_parallel, partial.dtype
+        partial = self._from_local(partial, rows)
+        if tp.size == block.size:
+            return c.all_reduce(block, partial, reduce_dtype=self.reduce_dtype).to(dtype)
+        return c.unshare(tp, block, rows.tokens, partial, reduce_dtype=self.reduce_dtype).to(dtype)

@@ -1,0 +1,70 @@
+"""Training under every plan equals unsharded training: uneven batches, none at all, one expert for everybody."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launcher import Launcher
+from tests.oracle import Recipe, train_unsharded
+from tests.sharded import Layout, train
+from tests.tolerances import assert_equal_runs
+
+# (plan, (tp, etp, ep)) on four ranks: each plan where its messages differ.
+PLACES = [
+    ("replicated", (4, 1, 4)),
+    ("allgather", (1, 2, 2)),
+    ("allgather", (2, 1, 4)),
+    ("alltoall", (1, 1, 4)),
+    ("alltoall", (1, 2, 2)),
+    ("alltoall", (2, 2, 2)),
+    ("alltoall", (4, 2, 2)),
+    ("alltoall", (4, 1, 2)),
+    ("alltoall_gather_first", (1, 2, 2)),
+    ("alltoall_gather_first", (2, 2, 2)),
+    ("alltoall_gather_first", (2, 4, 1)),
+    ("alltoall_gather_first", (4, 2, 2)),
+]
+ONE_EXPERT = (("num_experts_per_tok", 1),)
+RECIPES = {
+    "uneven": Recipe(accumulate=2, lengths=(12, 5, 9, 3), steps=2),
+    # Not Mixtral, which divides a single weight by itself: its router's gradient is all rounding.
+    "one expert a token": Recipe(
+        family="qwen3_moe", changes=(*ONE_EXPERT, ("norm_topk_prob", False)), steps=2, checkpointing="reentrant"
+    ),
+    "all to one expert": Recipe(changes=ONE_EXPERT, pinned=(3,), steps=2),
+    "one token": Recipe(rows=1, lengths=(1,), loss="logits", steps=2),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_plan(launcher: Launcher, place: tuple[str, tuple[int, int, int]], case: str) -> None:
+    """ZeRO stages take turns over the cases: plans know nothing of them."""
+    plan, (tp, etp, ep) = place
+    stage = (PLACES.index(place) + list(RECIPES).index(case)) % 4
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan)
+    recipe = RECIPES[case]
+    recipe = Recipe(**{**vars(recipe), "dp": layout.dp})
+    run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
+    assert_equal_runs(run, train_unsharded(recipe))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("plan", ["allgather", "alltoall", "alltoall_gather_first"])
+def test_grouped_mm(launcher: Launcher, plan: str, family: str) -> None:
+    """Rows in any order, and strided ones, are rows to every experts implementation."""
+    layout = Layout(world=4, etp=2, ep=2, stage=1, plan=plan)
+    recipe = Recipe(family=family, dp=4, steps=2, implementation="grouped_mm")
+    run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
+    assert_equal_runs(run, train_unsharded(recipe))
+
+
+@pytest.mark.parametrize("split", [(1, 2, 2), (2, 4, 1)], ids=str)
+def test_equal_batches(launcher: Launcher, split: tuple[int, int, int]) -> None:
+    """Without an exchange of sizes."""
+    tp, etp, ep = split
+    extra = (("expert_tensor_parallel", {"equal_batches": True}),)
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=2, plan="allgather", extra=extra)
+    recipe = Recipe(dp=layout.dp)
+    run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
+    assert_equal_runs(run, train_unsharded(recipe))
