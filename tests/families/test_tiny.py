@@ -106,30 +106,11 @@ def test_nothing_depends_on_chance(family: Family) -> None:
 
 
 @each
-def test_another_seed_is_another_model(family: Family) -> None:
-    first, second = (make_tiny(family, seed).state_dict() for seed in (8, 9))
-    experts = [name for name in first if "expert" in name and first[name].is_floating_point() and "bias" not in name]
-    assert not any(torch.equal(first[name], second[name]) for name in experts)
-
-
-@each
 def test_batches_differ(family: Family) -> None:
     batches = [make_batch(family, step, rank) for step in range(2) for rank in range(2)]
     assert all(tensor.shape[0] == 2 for batch in batches for tensor in batch.values())
     for name in batches[0]:
         assert len({tuple(batch[name].flatten().tolist()) for batch in batches}) == len(batches), name
-
-
-@pytest.mark.parametrize("family", [family for family in BUILT if family.decorated], ids=lambda family: family.name)
-def test_grouped_mm_computes_the_same(family: Family) -> None:
-    losses = []
-    for implementation in ("eager", "grouped_mm"):
-        model = make_tiny(family, implementation=implementation)
-        chosen = {module.config._experts_implementation for module in experts_modules(family, model).values()}
-        assert chosen == {implementation}
-        losses.append(compute_loss(model, make_batch(family, 0, 0)))
-    # fp32: the same products, summed per group instead of per expert. A rounding is 6e-8, two layers pass it on.
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
 
 
 @each

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_etp
+from ds_etp.experts import sharded_modules
 from tests.families.discover import Family, family
 from tests.families.tiny import compute_loss, make_batch, make_tiny
 from tests.oracle import Recipe, Run
@@ -73,6 +74,9 @@ def train_split(kind: Family, implementation: str, etp: int, ep: int, stage: int
     model = make_tiny(kind, implementation=implementation)
     config = ds_config(recipe, Layout(world, etp=etp, ep=ep, stage=stage))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if kind.decorated:
+        used = {module.config._experts_implementation for _, module in sharded_modules(engine.module)}
+        assert used == {implementation}
     run = Run()
     for step in range(STEPS):
         total = torch.zeros((), device=engine.device)
