@@ -48,7 +48,7 @@ $(STAMP): requirements-dev.txt setup.py
 # Once, in one process, before many start: torch's lock there has no owner, so a build that is killed, as a rank may be,
 # would leave every later run waiting. Without GPUs only; there NCCL needs no such thing.
 $(COMPILED): $(STAMP)
-	@rm -rf $(TORCH_EXTENSIONS_DIR)/*/deepspeed_shm_comm
+	@rm -rf $(TORCH_EXTENSIONS_DIR)/deepspeed_shm_comm
 	@echo "compiling DeepSpeed's CPU collectives (about a minute, once)"
 	@$(BIN)/python -c 'import torch; from deepspeed.comm.torch import build_shm_op; torch.cuda.is_available() or build_shm_op()'
 	@touch $@

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import corpus
 import deepspeed
 import deepspeed.comm as dist
@@ -28,90 +29,33 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
-
-WARM_UP = 0.1  # share of the steps in which the learning rate rises
-FINAL_LR = 0.1  # the cosine ends at this share of the learning rate
-VOCAB_MULTIPLE = 64  # the small model's vocabulary is padded to this, so that embedding and head split evenly
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--deepspeed", required=True, metavar="JSON", help="DeepSpeed config file")
-    parser.add_argument("--model", help="hub id or local folder; default: a small Mixtral built from its config")
-    parser.add_argument(
-        "--dataset", nargs="*", default=[], help="text files, or one dataset id; default: Python's documentation"
-    )
-    parser.add_argument("--dataset_split", default="train", help="split of a dataset id")
-    parser.add_argument("--text_column", default="text", help="column of a dataset id that holds the text")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens in one sequence")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log_every", type=int, default=5, help="steps between updates of the progress bar")
+    parser = common.make_parser(__doc__.splitlines()[0], "runs/finetune_mixtral")
     parser.add_argument("--eval_batches", type=int, default=8, help="most evaluation batches on one rank")
-    parser.add_argument(
-        "--cache-dir", type=Path, default=Path("runs/cache"), help="tokenised text; on a shared disk with several nodes"
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/finetune_mixtral"), help="folder for the loss curve")
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     return parser.parse_args()
 
 
 def load_corpus(args: argparse.Namespace) -> corpus.Corpus:
     """Tokenise on rank 0, read everywhere."""
-    options: dict[str, Any] = {
-        "tokenizer": args.model,
-        "split": args.dataset_split,
-        "text_column": args.text_column,
-    }
+    options = common.corpus_options(args)
     if dist.get_rank() == 0:
         corpus.prepare(args.cache_dir, args.dataset, **options)
     dist.barrier()
     return corpus.load(corpus.prepare(args.cache_dir, args.dataset, **options), args.seq_len)
 
 
-def build_model(args: argparse.Namespace, config: dict[str, Any], vocab_size: int) -> torch.nn.Module:
-    """Load --model, or build a Mixtral of about 15 million parameters."""
-    if args.model is None:
-        model = MixtralForCausalLM(
-            MixtralConfig(
-                vocab_size=math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-                hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=4,
-                num_attention_heads=8,
-                num_key_value_heads=4,
-                num_local_experts=8,
-                num_experts_per_tok=2,
-                max_position_embeddings=args.seq_len,
-                router_aux_loss_coef=0.01,
-                bos_token_id=None,
-                eos_token_id=0,
-            )
-        )
-    else:
-        dtype = torch.float32
-        for key, low_precision in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            if config.get(key, {}).get("enabled"):
-                dtype = low_precision
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    model.config.output_router_logits = True  # adds the router's load-balancing loss to the training loss
-    model.config.use_cache = False
-    return model
-
-
 def schedule(steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """Linear warm-up, then a cosine down to FINAL_LR, as factors on the learning rate of the JSON file."""
-    warm_up = max(1, round(WARM_UP * steps))
+    """Linear warm-up, then a cosine, as factors on the learning rate of the JSON file."""
+    warm_up = max(1, round(common.WARM_UP * steps))
 
     def factor(step: int) -> float:
         if step < warm_up:
             return (step + 1) / warm_up
         progress = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-        return FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress))
+        return common.FINAL_LR + (1 - common.FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return lambda optimizer: LambdaLR(optimizer, factor)
 
@@ -215,10 +159,9 @@ def main() -> int:
     dp_rank, dp_size = rank // tp, dist.get_world_size() // tp
 
     data = load_corpus(args)
-    torch.manual_seed(args.seed)  # before the model: every rank must start from the same weights
     # With ZeRO-3, from_pretrained partitions weights while it loads them, as long as this object is alive.
     hf_config = HfDeepSpeedConfig(config) if args.model is not None else None
-    model = build_model(args, config, data.vocab_size)
+    model = common.build_model(args, config, data.vocab_size)
     if rank == 0:
         count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
         print(f"model: {args.model or 'small Mixtral'}, {count / 1e6:.1f} million parameters")

@@ -20,48 +20,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import common
 import corpus
 import numpy as np
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     default_data_collator,
 )
 
-WARM_UP = 0.1  # share of the steps in which the learning rate rises
-FINAL_LR = 0.1  # the cosine ends at this share of the learning rate
-VOCAB_MULTIPLE = 64  # the small model's vocabulary is padded to this, so that embedding and head split evenly
-
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--deepspeed", required=True, metavar="JSON", help="DeepSpeed config file")
-    parser.add_argument("--model", help="hub id or local folder; default: a small Mixtral built from its config")
-    parser.add_argument(
-        "--dataset", nargs="*", default=[], help="text files, or one dataset id; default: Python's documentation"
-    )
-    parser.add_argument("--dataset_split", default="train", help="split of a dataset id")
-    parser.add_argument("--text_column", default="text", help="column of a dataset id that holds the text")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens in one sequence")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log_every", type=int, default=5, help="steps between logs")
+    parser = common.make_parser(__doc__.splitlines()[0], "runs/finetune_mixtral_trainer")
     parser.add_argument("--save_every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--eval_blocks", type=int, default=64, help="most held-out sequences to evaluate on")
-    parser.add_argument(
-        "--cache-dir", type=Path, default=Path("runs/cache"), help="tokenised text; on a shared disk with several nodes"
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/finetune_mixtral_trainer"), help="folder to write to")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     return parser.parse_args()
 
 
@@ -97,8 +73,8 @@ def training_arguments(args: argparse.Namespace, config: dict[str, Any]) -> Trai
         bf16=bool(config.get("bf16", {}).get("enabled")),
         fp16=bool(config.get("fp16", {}).get("enabled")),
         lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": FINAL_LR},
-        warmup_steps=max(1, round(WARM_UP * args.steps)),
+        lr_scheduler_kwargs={"min_lr_rate": common.FINAL_LR},
+        warmup_steps=max(1, round(common.WARM_UP * args.steps)),
         max_steps=args.steps,
         logging_steps=args.log_every,
         save_steps=args.save_every,
@@ -109,35 +85,6 @@ def training_arguments(args: argparse.Namespace, config: dict[str, Any]) -> Trai
     )
 
 
-def build_model(args: argparse.Namespace, config: dict[str, Any], vocab_size: int) -> Any:
-    """Load --model, or build a Mixtral of about 15 million parameters."""
-    if args.model is None:
-        torch.manual_seed(args.seed)  # every rank must start from the same weights
-        model = MixtralForCausalLM(
-            MixtralConfig(
-                vocab_size=math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-                hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=4,
-                num_attention_heads=8,
-                num_key_value_heads=4,
-                num_local_experts=8,
-                num_experts_per_tok=2,
-                max_position_embeddings=args.seq_len,
-                router_aux_loss_coef=0.01,
-                bos_token_id=None,
-                eos_token_id=0,
-            )
-        )
-    else:
-        low = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtype = next((low[key] for key in low if config.get(key, {}).get("enabled")), torch.float32)
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    model.config.output_router_logits = True  # adds the router's load-balancing loss to the training loss
-    model.config.use_cache = False
-    return model
-
-
 def main() -> int:
     args = parse_args()
     config = json.loads(Path(args.deepspeed).read_text())
@@ -145,9 +92,8 @@ def main() -> int:
     # Before the model: with ZeRO-3, from_pretrained partitions weights while it loads them, once these exist.
     training = training_arguments(args, config)
 
-    options: dict[str, Any] = {"tokenizer": args.model, "split": args.dataset_split, "text_column": args.text_column}
     with training.main_process_first(desc="tokenising", local=False):
-        folder = corpus.prepare(args.cache_dir, args.dataset, **options)
+        folder = corpus.prepare(args.cache_dir, args.dataset, **common.corpus_options(args))
     data = corpus.load(folder, args.seq_len)
     if args.model is None:
         file = str(folder / "tokenizer.json")
@@ -156,7 +102,7 @@ def main() -> int:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     trainer = Trainer(
-        model=build_model(args, config, data.vocab_size),
+        model=common.build_model(args, config, data.vocab_size),
         args=training,
         train_dataset=Blocks(data.train),
         eval_dataset=Blocks(data.held_out[: args.eval_blocks]),
