@@ -61,7 +61,7 @@ def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts
         gated=any("gate" in parameter for parameter in first.parameters),
         attention_width=3 * first.hidden_size,
         output_width=first.hidden_size,
-        splits_attention=any(".self_attn." in pattern for pattern in plan),
+        splits_attention=_splits_attention(plan),
         dense_splits=float(sum(style == "rowwise" for style in plan.values())),
         tp_divides=_tp_divides(model, plan),
         weights=_weights(model, layouts, plan),
@@ -106,6 +106,10 @@ def _weights(model: Any, layouts: Mapping[str, ExpertsLayout], plan: Mapping[str
     return tuple(Weight(w.name, w.elements, copies, w.cut, w.multiplied) for w, copies in counted.items())
 
 
+def _splits_attention(plan: Mapping[str, str]) -> bool:
+    return any(".self_attn." in pattern for pattern in plan)
+
+
 def _tp_divides(model: Any, plan: Mapping[str, str]) -> tuple[int, ...]:
     """Sizes of the dimensions AutoTP cuts, and the heads that share one of them."""
     sizes: set[int] = set()
@@ -114,5 +118,6 @@ def _tp_divides(model: Any, plan: Mapping[str, str]) -> tuple[int, ...]:
         if style and isinstance(module, torch.nn.Linear):
             sizes.add(module.in_features if style == "rowwise" else module.out_features)
     text = model.config.get_text_config()
-    heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    names = ("num_attention_heads", "num_key_value_heads") if _splits_attention(plan) else ()
+    heads = (getattr(text, name, None) for name in names)
     return (*sorted(sizes), *(count for count in heads if isinstance(count, int)))

@@ -145,8 +145,9 @@ def _heads(config: _Values, family: Family) -> _Attention:
         *_extra("key bias", keys, 1, cut, qkv_bias),
         *_extra("value bias", keys, 1, cut, qkv_bias),
         *_extra("attention output bias", hidden, 1, "whole", output_bias),
-        *_extra("query norm", size if norms == "head" else queries, 1, "whole", norms != "none"),
-        *_extra("key norm", size if norms == "head" else keys, 1, "whole", norms != "none"),
+        # A norm over all heads (OLMoE) is as wide as the hidden size, whatever head_dim is.
+        *_extra("query norm", size if norms == "head" else hidden, 1, "whole", norms != "none"),
+        *_extra("key norm", size if norms == "head" else hidden // heads * groups, 1, "whole", norms != "none"),
         *_extra("sinks", heads, 1, "whole", family.sinks),
     ]
     return _Attention(weights, (heads, groups), queries + 2 * keys, queries)

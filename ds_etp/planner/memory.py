@@ -115,9 +115,9 @@ def states(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Line, ...]:
         ),
         Line(
             "gradients",
-            (share if stage >= 2 else whole) * size,
+            (share if stage else whole) * size,
             "always",
-            f"{size} bytes each, {ways}" if stage >= 2 else f"{size} bytes each, as long as the parameters",
+            f"{size} bytes each, {ways}" if stage else f"{size} bytes each, as long as the parameters",
         ),
         Line(
             "optimizer",
@@ -127,13 +127,16 @@ def states(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Line, ...]:
             + (ways if stage else "of all weights of this rank"),
         ),
     ]
+    if stage == 1:
+        why = "ZeRO-1 keeps all gradients until backward ends, ZeRO-2 frees them as they are reduced"
+        lines.append(Line("other gradients", max(whole - share, 0) * size, "backward", why))
     if size < 4:
         lines.append(_step_line(shares, stage, size))
     return tuple(lines)
 
 
 def _step_line(shares: list[int], stage: int, size: int) -> Line:
-    """The gradients the optimizer's step reads, which are made for it and freed after it."""
+    """The gradients the optimizer's step reads: made for it, one param group at a time, and freed after it."""
     name = "fp32 gradients"
     if stage == 0:
         return Line(name, sum(shares) * 4, "step", "4 bytes for each weight")
@@ -195,9 +198,16 @@ def _buffers(facts: ModelFacts, topology: Topology, job: Job) -> list[Line]:
     size = job.itemsize
     largest = max(weight.local(topology) for weight in facts.weights)
     whole = sum(elements(facts, topology, expert=kind) for kind in (False, True))
-    bucket = min(job.bucket, whole)
-    why = f"a message of {bucket:,} gradients, and the largest gradient while it is reduced"
-    lines = [Line("reduce bucket", (bucket + largest) * size, "backward", why)]
+    lines = [
+        # ZeRO-3 keeps the buffer, 1 and 2 make it anew in each backward.
+        Line(
+            "reduce bucket",
+            job.bucket * size,
+            "always" if job.stage == 3 else "backward",
+            f"zero_optimization.reduce_bucket_size, {job.bucket:,} gradients to a message",
+        ),
+        Line("largest gradient", largest * size, "backward", "of one parameter, whole until it is reduced"),
+    ]
     if job.stage == 3:
         layer = _layer(facts, topology, facts.weights)
         live = min(whole, max(MAX_LIVE, layer))
