@@ -84,19 +84,20 @@ def _facts(config: _Values, family: Family, name: str) -> ModelFacts:
         *_experts(hidden, columns, experts, moe_layers, family),
     ]
     sizes = [vocab] if not tied else []
-    mlp: Cut = "tp" if "mlp" in family.splits else "whole"
-    for label, width, count in (
-        ("dense MLP", config.size("intermediate_size") if dense_layers else 0, dense_layers),
-        ("shared experts", _shared_columns(config, family, columns), moe_layers),
+    dense = config.size("intermediate_size") if dense_layers else 0
+    shared = _shared_columns(config, family, columns)
+    splits = float("attention" in family.splits)
+    for label, width, count, part in (
+        ("dense MLP", dense, dense_layers, "dense"),
+        ("shared experts", shared, moe_layers, "shared"),
     ):
-        if width and count:
-            weights.append(Weight(label, hidden * width, 3 * count, mlp))
-            sizes.append(width)
+        split = part in family.splits
+        if width:
+            weights.append(Weight(label, hidden * width, 3 * count, "tp" if split else "whole"))
+            sizes += [width] if split else []
+            splits += count / layers if split else 0
     if family.shared_gate:
         weights.append(Weight("shared gate", hidden, moe_layers, "whole"))
-    splits = float("attention" in family.splits)
-    if mlp == "tp":
-        splits += (dense_layers + (moe_layers if family.shared else 0)) / layers
     return ModelFacts(
         name=name,
         hidden=hidden,
@@ -109,7 +110,12 @@ def _facts(config: _Values, family: Family, name: str) -> ModelFacts:
         gated=True,
         attention_width=attention.width,
         output_width=attention.output,
+        norm_width=attention.normed,
+        dense_columns=dense,
+        shared_columns=shared,
         splits_attention="attention" in family.splits,
+        splits_dense="dense" in family.splits,
+        splits_shared="shared" in family.splits,
         dense_splits=splits,
         tp_divides=(*sizes, *(attention.heads if "attention" in family.splits else ())),
         weights=tuple(weights),
@@ -125,6 +131,7 @@ class _Attention:
     heads: tuple[int, ...]
     width: int
     output: int
+    normed: int
 
 
 def _heads(config: _Values, family: Family) -> _Attention:
@@ -150,7 +157,7 @@ def _heads(config: _Values, family: Family) -> _Attention:
         *_extra("key norm", size if norms == "head" else hidden // heads * groups, 1, "whole", norms != "none"),
         *_extra("sinks", heads, 1, "whole", family.sinks),
     ]
-    return _Attention(weights, (heads, groups), queries + 2 * keys, queries)
+    return _Attention(weights, (heads, groups), queries + 2 * keys, queries, 0 if norms == "none" else queries + keys)
 
 
 def _head_norms(config: _Values, family: Family) -> Literal["none", "head", "all"]:
@@ -182,7 +189,7 @@ def _latent(config: _Values, family: Family) -> _Attention:
         ]
     else:
         weights.append(Weight("queries", hidden * queries, 1, cut))
-    return _Attention(weights, (heads,), 2 * queries + heads * value, heads * value)
+    return _Attention(weights, (heads,), 2 * queries + heads * value, heads * value, query_rank + latent)
 
 
 def _experts(hidden: int, columns: int, experts: int, layers: int, family: Family) -> list[Weight]:

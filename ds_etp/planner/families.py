@@ -33,7 +33,8 @@ class Family:
         dense: which layers have no experts: "none", "first" (`first_k_dense_replace`) or "listed" (`mlp_only_layers`
             and `decoder_sparse_step`).
         tied: whether the embedding is the output layer too, where the config doesn't say.
-        splits: what AutoTP splits beside the output layer: attention, and the dense and shared MLPs.
+        splits: what AutoTP splits beside the output layer: attention, MLPs of layers without experts, and shared
+            experts.
         no_tp: why tp is 1.
     """
 
@@ -55,7 +56,7 @@ class Family:
     shared_gate: bool = False
     dense: Literal["none", "first", "listed"] = "none"
     tied: bool = False
-    splits: tuple[Literal["attention", "mlp"], ...] = ("attention", "mlp")
+    splits: tuple[Literal["attention", "dense", "shared"], ...] = ("attention", "dense", "shared")
     no_tp: str = ""
 
 
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Family] = {
         shared="shared_expert_intermediate_size",
         shared_gate=True,
         dense="listed",
+        splits=("attention", "dense"),
     ),
     "qwen3_moe": Family(
         "num_experts",
@@ -114,7 +116,7 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
         shared="n_shared_experts",
         dense="first",
-        splits=("mlp",),
+        splits=("dense", "shared"),
     ),
     "glm4_moe": Family(
         "n_routed_experts",

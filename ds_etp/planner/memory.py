@@ -152,19 +152,21 @@ def memory_of(facts: ModelFacts, topology: Topology, job: Job) -> Memory:
     (sdpa, flash attention).
     """
     lines = [*states(facts, topology, job), *_buffers(facts, topology, job)]
-    dense, experts, dispatch = layer_activations(facts, topology, job)
+    kept = activations(facts, topology, job)
+    last = job.tokens * facts.hidden * (2 * job.itemsize + 4)  # the norm before the output layer
     row = job.tokens * facts.hidden * job.itemsize
     if job.recompute:
         lines += [
             Line("checkpoints", facts.layers * row, "backward", "the input of each layer, T x H"),
-            Line("activations", dense + experts, "backward", "one layer at a time, made again in backward"),
-            Line("dispatch buffers", dispatch, "backward", _DISPATCH + ", of one layer"),
+            Line("activations", kept.largest + last, "backward", "one layer at a time, made again in backward"),
+            Line("dispatch buffers", kept.dispatch, "backward", _DISPATCH + ", of one layer"),
         ]
     else:
         moe = facts.moe_layers
+        all_layers = facts.layers * kept.every + (facts.layers - moe) * kept.dense + moe * kept.experts
         lines += [
-            Line("activations", facts.layers * dense + moe * experts, "backward", "kept for backward by each layer"),
-            Line("dispatch buffers", moe * dispatch, "backward", _DISPATCH + ", of each layer"),
+            Line("activations", all_layers + last, "backward", "kept for backward by each layer"),
+            Line("dispatch buffers", moe * kept.dispatch, "backward", _DISPATCH + ", of each layer"),
         ]
     logits = job.tokens * facts.vocab
     lines.append(
@@ -176,19 +178,49 @@ def memory_of(facts: ModelFacts, topology: Topology, job: Job) -> Memory:
 _DISPATCH = "rows that came to this rank's experts and their results, t x etp x K of H each"
 
 
-def layer_activations(facts: ModelFacts, topology: Topology, job: Job) -> tuple[float, float, float]:
-    """Bytes one layer keeps for backward: outside experts, inside them, and in the rows they are called with."""
-    T, H, size = job.tokens, facts.hidden, job.itemsize
-    split = topology.tp if facts.splits_attention else 1
-    # Two norms (input, its fp32 form, output) and the two sums of the residual; queries, keys and values before and
-    # after rotation; the output before its projection.
-    dense: float = T * H * (2 * (2 * size + 4) + 2 * size)
-    dense += T * (2 * facts.attention_width + facts.output_width) * size / split
-    # A block of ep * etp ranks owns t tokens each and has K / ep assignments to an ep index for each of them.
-    rows = T / topology.tp * topology.etp * facts.per_token
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one layer that are kept for backward.
+
+    Attributes:
+        every: attention and norms, of any layer.
+        dense: the MLP of a layer without experts.
+        experts: shared and routed experts of a MoE layer, between their first and their last product.
+        dispatch: the rows routed experts are called with, and their results.
+    """
+
+    every: float
+    dense: float
+    experts: float
+    dispatch: float
+
+    @property
+    def largest(self) -> float:
+        """Of any one layer, without `dispatch`."""
+        return self.every + max(self.dense, self.experts)
+
+
+def activations(facts: ModelFacts, topology: Topology, job: Job) -> Activations:
+    """What autograd keeps of transformers' layers: norms in fp32, sdpa or flash attention, `grouped_mm` experts."""
+    tokens, size = job.tokens, job.itemsize
+    attention_tp = topology.tp if facts.splits_attention else 1
+    dense_tp = topology.tp if facts.splits_dense else 1
+    shared_tp = topology.tp if facts.splits_shared else 1
+    # Two norms keep their input in fp32, what they make of it, and that times their weight.
+    every: float = 2 * tokens * facts.hidden * (2 * size + 4)
+    every += tokens * facts.norm_width * (size + 4) / attention_tp
+    every += tokens * (facts.attention_width + facts.output_width) * size / attention_tp
     # Gate and up, the activated gate, and the product that goes down.
-    experts = rows * facts.columns / topology.etp * (4 if facts.gated else 2) * size
-    return dense, experts, 2 * rows * H * size
+    mlp = tokens * 4 * size
+    # A block of ep * etp ranks owns t tokens each and has K / ep assignments to an ep index for each of them.
+    rows = tokens / topology.tp * topology.etp * facts.per_token
+    routed = rows * facts.columns / topology.etp * (4 if facts.gated else 2) * size
+    return Activations(
+        every=every,
+        dense=mlp * facts.dense_columns / dense_tp,
+        experts=mlp * facts.shared_columns / shared_tp + routed,
+        dispatch=2 * rows * facts.hidden * size,
+    )
 
 
 def _buffers(facts: ModelFacts, topology: Topology, job: Job) -> list[Line]:

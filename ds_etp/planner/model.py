@@ -62,7 +62,11 @@ class ModelFacts:
         gated: whether an expert has a gate beside its up projection.
         attention_width: entries of a token's queries, keys and values together.
         output_width: entries of a token's attention output before its last projection.
-        splits_attention: whether AutoTP splits attention.
+        norm_width: entries of a token's queries, keys or latents that norms of attention's own go over.
+        dense_columns, shared_columns: intermediate size of a layer without experts, and of a MoE layer's shared
+            experts together; 0 where there are none.
+        splits_attention, splits_dense, splits_shared: what AutoTP splits: attention, MLPs of layers without
+            experts, shared experts.
         dense_splits: how many of a layer's dense blocks AutoTP splits, each of which sums its output over tp.
         tp_divides: sizes that tp has to divide.
         no_tp: why tp is 1 for this model; empty where AutoTP splits it.
@@ -80,7 +84,12 @@ class ModelFacts:
     gated: bool
     attention_width: int
     output_width: int
+    norm_width: int
+    dense_columns: int
+    shared_columns: int
     splits_attention: bool
+    splits_dense: bool
+    splits_shared: bool
     dense_splits: float
     tp_divides: tuple[int, ...]
     weights: tuple[Weight, ...]

@@ -61,20 +61,33 @@ def test_families_exactly(family: str, changes: dict[str, Any]) -> None:
     assert read_facts(config, family).parameters == count(on_meta(values))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+SHORT = {name: values_of(name) | {"num_hidden_layers": 4} for name in PUBLISHED} | {
+    family: {"model_type": family, "num_hidden_layers": 4, "first_k_dense_replace": 1, **NEEDED.get(family, {})}
+    for family in FAMILIES
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
 def test_counting_the_model_agrees(name: str) -> None:
     """The two ways to a model's facts: what is split, how, and what each token is multiplied by."""
-    values = values_of(name) | {"num_hidden_layers": 4}
-    read, counted = read_facts(values, name), count_model(values, name, name)
-    for topology in (Topology(1), Topology(16, tp=4, etp=4, ep=2), Topology(8, tp=2, etp=2, ep=4)):
+    values = SHORT[name]
+    whole = AutoConfig.for_model(**values).to_dict() | values
+    read, counted = read_facts(whole, name), count_model(values, name, name)
+    assert bool(read.no_tp) == bool(counted.no_tp)
+    topologies = [Topology(16, etp=4, ep=2)]
+    if not read.no_tp:
+        topologies += [Topology(16, tp=4, etp=4, ep=2), Topology(8, tp=2, etp=2, ep=4)]
+    for topology in topologies:
         for kind in (False, True):
             assert elements(read, topology, expert=kind) == elements(counted, topology, expert=kind)
     assert read.active_parameters == counted.active_parameters
-    same = ("hidden", "vocab", "layers", "moe_layers", "experts", "per_token", "columns", "gated", "splits_attention")
-    for field in same:
+    same = ("hidden", "vocab", "layers", "moe_layers", "experts", "per_token", "columns", "gated", "output_width")
+    for field in (*same, "dense_columns", "shared_columns"):
         assert getattr(read, field) == getattr(counted, field), field
     takes = [[tp for tp in range(1, 65) if facts.takes_tp(tp)] for facts in (read, counted)]
     assert takes[0] == takes[1]
+    if not read.no_tp:
+        assert read.splits_attention == counted.splits_attention
 
 
 def test_models_of_other_families_are_counted() -> None:
