@@ -60,8 +60,10 @@ def _peak_lines(proposal: Proposal) -> dict[str, float]:
 
 
 def _bars(axes: Any, labels: Sequence[str], parts: dict[str, list[float]]) -> None:
+    from matplotlib import colormaps
+
     left = [0.0] * len(labels)
     for place, (name, values) in enumerate(parts.items()):
-        axes.barh(labels, values, left=left, label=name, color=f"C{place}" if place < 10 else "grey")
+        axes.barh(labels, values, left=left, label=name, color=colormaps["tab20"](place))
         left = [start + value for start, value in zip(left, values, strict=True)]
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=7, frameon=False)

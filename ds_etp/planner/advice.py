@@ -36,6 +36,8 @@ def explain(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
         if other is None or kind == _kind(best):
             continue
         sentences.append(f"{name} ({other.sizes}): {_against(facts, best, other)}.")
+    if facts.no_tp and hardware.gpus > 1:
+        sentences.append(f"tp is 1 in all layouts: {facts.no_tp}.")
     unaligned = sorted({proposal.topology.etp for proposal in proposals if not proposal.aligned})
     if unaligned:
         columns = ", ".join(str(facts.columns // etp) for etp in unaligned)

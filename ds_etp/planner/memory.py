@@ -6,11 +6,10 @@ E experts, K experts per token, n ranks that share one optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_etp.planner.model import ModelFacts, Weight
+from ds_etp.planner.model import ModelFacts
 from ds_etp.topology import Topology
 
 # DeepSpeed's default for ZeRO-3: parameters of fewer elements stay gathered.
@@ -241,15 +240,9 @@ def _buffers(facts: ModelFacts, topology: Topology, job: Job) -> list[Line]:
         Line("largest gradient", largest * size, "backward", "of one parameter, whole until it is reduced"),
     ]
     if job.stage == 3:
-        layer = _layer(facts, topology, facts.weights)
-        live = min(whole, max(MAX_LIVE, layer))
+        # An experts module is gathered as one, whatever the limit is.
+        live = min(whole, max(MAX_LIVE, elements(facts, topology, expert=True) // facts.moe_layers))
         lines.append(Line("gathered weights", live * size, "backward", "whole weights of the layers at work, at most"))
         small = sum(w.local(topology) * w.copies for w in facts.weights if w.local(topology) < PERSISTENT)
         lines.append(Line("small weights", small * size, "always", f"fewer than {PERSISTENT:,} elements stay gathered"))
     return lines
-
-
-def _layer(facts: ModelFacts, topology: Topology, weights: Iterable[Weight]) -> int:
-    """Elements of one MoE layer on a rank."""
-    counted = [w for w in weights if w.copies >= facts.moe_layers]
-    return sum(w.local(topology) * (w.copies // facts.layers or 1) for w in counted)

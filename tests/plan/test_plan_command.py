@@ -94,6 +94,10 @@ def test_plan_says_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
         (["--model", QWEN, "--gpus", "8", "--chart", "plan.unknown"], "--chart plan.unknown"),
         (["--model", QWEN, "--gpus", "8", "--write", "no/such/folder/ds.json"], "no/such/folder/ds.json"),
         (["--model", __file__, "--gpus", "8"], "is not JSON"),
+        (
+            ["--model", "no-one/no-model", "--gpus", "8"],
+            "its config.json can't be had from the hub",
+        ),  # tests are offline
     ],
 )
 def test_plan_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,14 @@ def test_experts_that_can_only_be_cut() -> None:
     assert any(text.startswith("experts whole on every rank") and "does not fit" in text for text in sentences)
 
 
+def test_why_attention_is_not_split() -> None:
+    facts = read_facts(values_of("Qwen3-30B-A3B") | {"tie_word_embeddings": True}, "here")
+    hardware = Hardware(16, 8, 80e9)
+    proposals = rank_layouts(facts, hardware, sequence=1024)
+    assert {proposal.topology.tp for proposal in proposals} == {1}
+    assert "tp is 1 in all layouts: its embedding is its output layer." in explain(facts, hardware, proposals)
+
+
 def test_where_nothing_fits() -> None:
     facts, hardware, proposals = ranked("DeepSeek-V3", 8)
     assert not any(proposal.fits for proposal in proposals)
