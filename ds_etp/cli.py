@@ -17,6 +17,7 @@ from rich.table import Table
 from ds_etp.config import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
 from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.host_options import BLOCK, autotp_size, check_host_options
+from ds_etp.plan_command import add_plan
 from ds_etp.topology import GroupKind, Topology
 
 AXES: tuple[tuple[str, GroupKind], ...] = (  # column -> the kind of group a rank's place along it is its place in
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     topology.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
     topology.add_argument("--etp", type=_size, help="expert tensor parallel size (default: tp)")
     topology.add_argument("--ep", type=_size, default=1, help="expert parallel size (default 1)")
+    topology.add_argument("--svg", type=Path, help="file to draw the layout in")
+    topology.add_argument("--per-node", type=_size, default=8, help="ranks of a node, for the picture (default 8)")
     topology.set_defaults(run=_topology)
 
     check = commands.add_parser("check", help="check a DeepSpeed config file and print the layout it gives")
@@ -81,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--config", type=Path, help="folder with config.json, where the checkpoint has none")
     export.add_argument("--max-shard-size", default="5GB", help="of one weights file (default 5GB)")
     export.set_defaults(run=_export)
+
+    add_plan(commands, _size)
     return parser
 
 
@@ -101,6 +106,11 @@ def _topology(args: argparse.Namespace) -> int:
     console.print(_table("Ranks", ("rank", *(name for name, _ in AXES)), rows))
     groups = [(kind, " ".join(_braces(group) for group in topology.groups(kind))) for kind in LISTED]
     console.print(_table("Groups", ("kind", "ranks"), groups))
+    if args.svg:
+        from ds_etp.diagram import draw_topology
+
+        args.svg.write_text(draw_topology(topology, args.per_node), encoding="utf-8")
+        console.print(f"drawn: {args.svg}")
     return 0
 
 

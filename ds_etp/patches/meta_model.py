@@ -1,0 +1,162 @@
+"""A planner's facts counted from the model itself, built without memory (transformers 5.0 to 5.24)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_etp.errors import ConfigError
+from ds_etp.families import find_experts, read_layout
+from ds_etp.layouts import ExpertsLayout
+from ds_etp.patches.autotp import without_experts
+from ds_etp.patches.experts_interface import experts_per_token
+from ds_etp.planner.model import Cut, ModelFacts, Weight
+
+# Styles of transformers' plans that AutoTP (deepspeed 0.19.8) splits a layer by, and others it takes; a plan that names
+# any other it refuses.
+_SPLIT_STYLES = ("colwise", "colwise_rep", "colwise_gather_output", "rowwise")
+_KNOWN_STYLES = (*_SPLIT_STYLES, "replicated_with_grad_allreduce", "embedding_rowwise")
+
+
+def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts:
+    """The facts of the causal language model that a config describes. Weights are on the meta device.
+
+    AutoTP splits what the model's tensor-parallel plan names. A model it refuses, or with tied embeddings, is planned
+    with tp 1.
+
+    Args:
+        values: the parsed `config.json`.
+        source: where they are from, for messages.
+        name: what to call the model.
+
+    Raises:
+        ConfigError: transformers doesn't build it, it has no experts or ones ds_etp can't split, or its layers'
+            experts differ.
+    """
+    try:
+        config = AutoConfig.for_model(**values)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever a family's code raises on values it can't use
+        raise ConfigError(f"{source}: transformers doesn't build this model ({error}).") from None
+    modules = find_experts(model)
+    if not modules:
+        raise ConfigError(f"{source}: no layer has routed experts, so there is nothing to split.")
+    layouts = {path: read_layout(path, module) for path, module in modules.items()}
+    first_path, first = next(iter(layouts.items()))
+    if any(_sizes(layout) != _sizes(first) for layout in layouts.values()):
+        raise ConfigError(f"{source}: the experts of its layers differ in size, which the planner has no terms for.")
+    text = config.get_text_config()
+    full_plan = without_experts(_plan(model), layouts)
+    plan = {pattern: style for pattern, style in full_plan.items() if style in _SPLIT_STYLES}
+    return ModelFacts(
+        name=name,
+        hidden=first.hidden_size,
+        vocab=text.vocab_size,
+        layers=text.num_hidden_layers,
+        moe_layers=len(layouts),
+        experts=first.num_experts,
+        per_token=experts_per_token(modules[first_path], first.num_experts),
+        columns=first.intermediate_size,
+        gated=any("gate" in parameter for parameter in first.parameters),
+        **_widths(model, layouts, first.hidden_size),
+        splits_attention=_splits_attention(plan),
+        splits_dense=any(pattern.endswith((".mlp.up_proj", ".feed_forward.up_proj")) for pattern in plan),
+        splits_shared=any("shared_expert" in pattern for pattern in plan),
+        dense_splits=float(sum(style == "rowwise" for style in plan.values())),
+        tp_divides=_tp_divides(model, plan),
+        weights=_weights(model, layouts, plan),
+        no_tp=_no_tp(full_plan, tied=bool(text.tie_word_embeddings)),
+        spare_experts=first.spare_experts,
+    )
+
+
+def _sizes(layout: ExpertsLayout) -> tuple[int, ...]:
+    return layout.num_experts, layout.hidden_size, layout.intermediate_size, layout.spare_experts
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """Patterns of module paths to styles: of the base model, and what its class adds."""
+    return {**(getattr(model.config, "base_model_tp_plan", None) or {}), **(type(model)._tp_plan or {})}
+
+
+def _no_tp(plan: Mapping[str, str], *, tied: bool) -> str:
+    if tied:
+        return "its embedding is its output layer"
+    unknown = sorted({style for style in plan.values() if style not in _KNOWN_STYLES})
+    if unknown:
+        return f"AutoTP refuses its plan, which has {', '.join(unknown)}"
+    return "" if plan else "it has no tensor-parallel plan"
+
+
+def _style(path: str, plan: Mapping[str, str]) -> str | None:
+    """How a module is split; a pattern may leave out leading parts of its path."""
+    for pattern, style in plan.items():
+        if re.fullmatch(r"(?:.+\.)?" + "[^.]+".join(map(re.escape, pattern.split("*"))), path):
+            return style
+    return None
+
+
+def _weights(model: Any, layouts: Mapping[str, ExpertsLayout], plan: Mapping[str, str]) -> tuple[Weight, ...]:
+    counted: dict[Weight, int] = {}
+    for full_name, parameter in model.named_parameters():
+        path, _, own = full_name.rpartition(".")
+        cut: Cut = "whole"
+        if path in layouts:
+            cut = "experts" if layouts[path].parameters[own].dim is not None else "expert rows"
+        else:
+            style = _style(path, plan)
+            if style is not None and not (style == "rowwise" and own == "bias"):
+                cut = "tp"
+        label = re.sub(r"\.\d+\.", ".*.", full_name)
+        multiplied = parameter.dim() > 1 and "embed" not in path and not label.endswith("bias")
+        weight = Weight(label, parameter.numel(), 1, cut, multiplied)
+        counted[weight] = counted.get(weight, 0) + 1
+    return tuple(Weight(w.name, w.elements, copies, w.cut, w.multiplied) for w, copies in counted.items())
+
+
+# What families call attention's projections and the first of an MLP.
+_INPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
+_OUTPUTS, _MLP = ("o_proj", "out_proj", "dense"), ("up_proj", "w3")
+
+
+def _widths(model: Any, layouts: Mapping[str, ExpertsLayout], hidden: int) -> dict[str, int]:
+    """Widths that decide on activations: by the usual names of projections, else as in plain attention."""
+    found = {"attention_width": 0, "output_width": 0, "norm_width": 0, "dense_columns": 0, "shared_columns": 0}
+    layers = {path.rpartition(".layers.")[2].partition(".")[0] for path in layouts}
+    seen: dict[str, int] = {}
+    for path, module in model.named_modules():
+        own, layer = path.rpartition(".")[2], path.rpartition(".layers.")[2].partition(".")[0]
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        if own in _INPUTS:
+            seen[own] = max(seen.get(own, 0), module.out_features)
+        elif own in _OUTPUTS and "attn" in path:
+            found["output_width"] = max(found["output_width"], module.in_features)
+        elif own in _MLP:
+            kind = "shared_columns" if layer in layers else "dense_columns"
+            found[kind] = max(found[kind], module.out_features)
+    found["attention_width"] = sum(seen.values()) or 3 * hidden
+    found["output_width"] = found["output_width"] or hidden
+    return found
+
+
+def _splits_attention(plan: Mapping[str, str]) -> bool:
+    return any(".self_attn." in pattern for pattern in plan)
+
+
+def _tp_divides(model: Any, plan: Mapping[str, str]) -> tuple[int, ...]:
+    """Sizes of the dimensions AutoTP cuts, and the heads that share one of them."""
+    sizes: set[int] = set()
+    for path, module in model.named_modules():
+        style = _style(path, plan)
+        if style and isinstance(module, torch.nn.Linear):
+            sizes.add(module.in_features if style == "rowwise" else module.out_features)
+    text = model.config.get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads") if _splits_attention(plan) else ()
+    heads = (getattr(text, name, None) for name in names)
+    return (*sorted(sizes), *(count for count in heads if isinstance(count, int)))

@@ -1,0 +1,82 @@
+"""The planner's activations against what autograd keeps in real engines, with experts cut, dealt out, and both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_etp.planner.configs import read_facts
+from ds_etp.planner.memory import Job, memory_of
+from ds_etp.topology import Topology
+from tests.launcher import Launcher
+from tests.oracle import Recipe
+from tests.sharded import Layout, make_engine
+
+ROWS, LENGTH = 2, 128
+# Wide enough that what grows with T x H and T x I outweighs indices, masks and the tables of rotary embeddings.
+CHANGES = {
+    "hidden_size": 128,
+    "max_position_embeddings": LENGTH,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "output_router_logits": False,
+    "attn_implementation": "sdpa",
+}
+# head_dim follows the hidden size in Mixtral; DeepSeek has dimensions of its own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_key_value_heads": 4, "intermediate_size": 256, "num_local_experts": 8},
+    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 192, "num_experts": 8, "head_dim": 32},
+    "qwen2_moe": {"num_key_value_heads": 8, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 256},
+}
+
+
+def recipe_of(family: str) -> Recipe:
+    # A small vocabulary: of logits autograd keeps fewer bytes than a step has at its peak.
+    return Recipe(family, changes=tuple((CHANGES | FAMILIES[family]).items()), implementation="grouped_mm")
+
+
+def kept_bytes(recipe: Recipe, layout: Layout) -> int:
+    """Bytes that autograd keeps of a forward pass, weights apart."""
+    engine = make_engine(recipe, layout)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor  # alive, so that no other tensor gets its place
+        return tensor
+
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank() // layout.tp)
+    ids = torch.randint(0, 96, (ROWS, LENGTH), generator=generator)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = engine(input_ids=ids, labels=ids).loss
+    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    engine.backward(loss)  # peers are in it too
+    engine.destroy()
+    return total
+
+
+LAYOUTS = [
+    Layout(world=2, dtype="bf16"),
+    Layout(world=2, etp=2, dtype="bf16"),
+    Layout(world=2, ep=2, dtype="bf16"),
+    Layout(world=2, tp=2, etp=2, dtype="bf16"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_within_a_tenth(launcher: Launcher, family: str, layout: Layout) -> None:
+    recipe = recipe_of(family)
+    facts = read_facts(recipe.model().config.to_dict(), family)
+    topology = Topology(layout.world, tp=layout.tp, etp=layout.etp, ep=layout.ep)
+    memory = memory_of(facts, topology, Job(LENGTH, ROWS, 1, recompute=False))
+    planned = sum(line.bytes for line in memory.lines if line.name in ("activations", "dispatch buffers"))
+    results = launcher.run(2, kept_bytes, recipe=recipe, layout=layout)
+    logits = ROWS * LENGTH * facts.vocab * 4  # of them autograd keeps the log-softmax in fp32
+    # Planned for uniform routing: of dealt-out experts one rank has more tokens, the other fewer.
+    assert sum(results) / len(results) == pytest.approx(planned + logits, rel=0.1)
