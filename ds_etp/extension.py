@@ -22,7 +22,7 @@ from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.log import log_table
-from ds_etp.patches import optimizers, overrides, sequence
+from ds_etp.patches import optimizers, overrides, sequence, sequence_tp
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
@@ -88,6 +88,8 @@ class _Events:
             yield
             return
         extension.layouts = _checked_layouts(engine, model, extension.topology)
+        if extension.topology.cp > 1:
+            sequence_tp.check_heads(model, extension.topology)
         paths = [plain_path(path) for path in extension.layouts]
         with plan_without_experts(model, paths), frozen_left_alone(model), adapters_split_with_layers(model):
             yield
@@ -99,6 +101,8 @@ class _Events:
             return
         if not extension.layouts:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
+        if extension.topology.tp > 1 and extension.topology.cp > 1:
+            sequence_tp.lay_out_sequences(engine, model, extension.topology)
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
         _choose_plans(model, extension, _ranks_per_node(engine.device))

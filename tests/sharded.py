@@ -57,7 +57,8 @@ class Layout:
         """What a rank gets of a batch `[rows, length, ...]`: all, or its run of positions."""
         if self.sp == 1:
             return batch
-        return {name: value.chunk(self.sp, 1)[rank % self.sp].contiguous() for name, value in batch.items()}
+        part = rank // self.tp % self.sp
+        return {name: value.chunk(self.sp, 1)[part].contiguous() for name, value in batch.items()}
 
 
 def ds_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:

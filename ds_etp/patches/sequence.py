@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as host_groups
 
@@ -35,7 +36,7 @@ def sequence_parallel_size(engine: Any) -> int:
     """How many ranks share each sequence; 1 without Ulysses.
 
     Raises:
-        ConfigError: sequence parallelism of another kind, or together with AutoTP.
+        ConfigError: sequence parallelism of another kind, or groups of another engine.
     """
     if engine.mpu is not parallel_state_sp:
         # DeepSpeed keeps the mpu of an earlier engine, and a mesh, in its groups module.
@@ -51,19 +52,24 @@ def sequence_parallel_size(engine: Any) -> int:
             )
         return 1
     size = int(parallel_state_sp.get_sequence_parallel_world_size())
-    tp = int(engine.autotp_size())
-    if size > 1 and tp > 1:
+    _check_groups(size, max(int(engine.autotp_size()), 1))
+    return size
+
+
+def _check_groups(size: int, tp: int) -> None:
+    """Refuses the groups that another engine with another tp has left.
+
+    Those of Ulysses are neighbours; `sequence_tp` spreads them over tensor-parallel groups.
+    """
+    ranks = dist.get_process_group_ranks(parallel_state_sp.get_sequence_parallel_group())
+    step = ranks[1] - ranks[0] if size > 1 else 1
+    if step not in (1, tp):
         raise config_error(
             "tensor_parallel.autotp_size",
             tp,
-            f"does not work with sequence parallel size {size}: Ulysses makes its groups of neighbouring ranks before "
-            f"the engine exists, and AutoTP the same of its own (ranks 0 to {tp - 1} would share both a batch and a "
-            "sequence); AutoTP then takes the place of the sequence groups in DeepSpeed, and halves the heads that "
-            "Ulysses counts on",
-            works="0, 1",
-            next_step=f"With tp 1 the experts can still be split: expert_tensor_parallel.etp_size={tp}.",
+            f"does not fit the groups of ranks that share a sequence, which an engine with {step} made in this process",
+            works=str(step),
         )
-    return size
 
 
 def average_over_all_ranks(engine: Any) -> None:

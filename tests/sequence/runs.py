@@ -84,8 +84,12 @@ def ulysses(model: Any, layout: Layout, rows: int) -> Iterator[Any]:
             micro_batch_size=rows,
         )
     finally:
-        # It was replaced for the whole process, which has other cases to run.
-        ALL_ATTENTION_FUNCTIONS._local_mapping.pop(CORE, None)
+        give_attention_back()
+
+
+def give_attention_back() -> None:
+    """Ulysses replaces the attention function for the whole process, which has other cases to run."""
+    ALL_ATTENTION_FUNCTIONS._local_mapping.pop(CORE, None)
 
 
 @contextmanager
