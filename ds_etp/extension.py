@@ -22,7 +22,7 @@ from ds_etp.host_options import check_host_options
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.log import log_table
 from ds_etp.model_checks import checked_layouts, chosen_plans, plan_rows
-from ds_etp.patches import optimizers, overrides
+from ds_etp.patches import optimizers, overrides, sequence, sequence_tp
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
@@ -73,8 +73,8 @@ class _Events:
         tp = max(engine.autotp_size(), 1)
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
-        _refuse_other_axes(engine)
-        topology = block_config.resolve(block, world=world, tp=tp)
+        cp = _context_size(engine)
+        topology = block_config.resolve(block, world=world, tp=tp, cp=cp)
         block_config.check_plan(block, topology)
         check_name(topology)
         engine.ds_etp = Extension(block, topology)
@@ -87,6 +87,8 @@ class _Events:
             yield
             return
         extension.layouts = _checked_layouts(engine, model, extension.topology)
+        if extension.topology.cp > 1:
+            sequence_tp.check_heads(model, extension.topology)
         paths = [plain_path(path) for path in extension.layouts]
         with plan_without_experts(model, paths), frozen_left_alone(model), adapters_split_with_layers(model):
             yield
@@ -98,6 +100,8 @@ class _Events:
             return
         if not extension.layouts:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
+        if extension.topology.tp > 1 and extension.topology.cp > 1:
+            sequence_tp.lay_out_sequences(engine, model, extension.topology)
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
         per_node = _ranks_per_node(engine.device)
@@ -116,22 +120,24 @@ def _extension(engine: Any) -> Extension | None:
     return extension
 
 
-def _refuse_other_axes(engine: Any) -> None:
-    key = "expert_tensor_parallel"
+def _context_size(engine: Any) -> int:
+    """cp; refuses the other axes."""
     if engine.pipeline_parallelism:
-        raise config_error(key, "enabled", "does not work with PipelineModule yet", works="a model without pipeline")
-    sequence = getattr(engine.mpu, "get_sequence_parallel_world_size", lambda: 1)()
-    if max(sequence, host_groups._get_sequence_parallel_world_size()) > 1:
         raise config_error(
-            key, "enabled", "does not work with sequence parallelism yet", works="sequence parallel size 1"
+            "expert_tensor_parallel",
+            "enabled",
+            "does not work with PipelineModule yet",
+            works="a model without pipeline",
         )
-    if engine.mpu is not None and engine.mpu is not host_groups:
+    cp = sequence.sequence_parallel_size(engine)
+    if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
         raise config_error(
             "mpu",
             type(engine.mpu).__name__,
             "is an mpu of its own",
             works="tensor_parallel.autotp_size in the config, and no mpu",
         )
+    return cp
 
 
 def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
@@ -183,6 +189,9 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     stage = int(engine.zero_optimization_stage())
     if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         optimizers.give_true_norm_at_stage_0(engine, groups)
+    if groups.topology.cp > 1:
+        sequence.average_over_all_ranks(engine)
+        overrides.after_optimizer(engine, lambda: sequence.average_in_optimizer(engine))
     check_first_gradients(engine, groups.tp)
     if stage == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)

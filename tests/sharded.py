@@ -28,6 +28,7 @@ class Layout:
 
     Attributes:
         world, tp, etp, ep: sizes.
+        sp: ranks that share each sequence (Ulysses).
         stage: ZeRO stage.
         zero_init: builds the model under `zero.Init`.
         plan: the block's plan.
@@ -45,11 +46,19 @@ class Layout:
     plan: str = "auto"
     with_block: bool = True
     extra: tuple[tuple[str, Any], ...] = field(default=())
+    sp: int = 1
 
     @property
     def dp(self) -> int:
         """Data-parallel size of the dense path."""
-        return self.world // self.tp
+        return self.world // (self.tp * self.sp)
+
+    def share(self, batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+        """What a rank gets of a batch `[rows, length, ...]`: all, or its run of positions."""
+        if self.sp == 1:
+            return batch
+        part = rank // self.tp % self.sp
+        return {name: value.chunk(self.sp, 1)[part].contiguous() for name, value in batch.items()}
 
 
 def ds_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -110,15 +119,16 @@ def train(recipe: Recipe, layout: Layout) -> Run | None:
     return run if dist.get_rank() == 0 else None
 
 
-def run_steps(engine: Any, recipe: Recipe, layout: Layout) -> Run:
-    """Trains an engine for the recipe's steps and gathers what it did."""
+def run_steps(engine: Any, recipe: Recipe, layout: Layout, first: int = 0) -> Run:
+    """Trains an engine for the recipe's steps, from the first on, and gathers what it did."""
     run = Run()
-    data_rank = dist.get_rank() // layout.tp
+    data_rank = dist.get_rank() // (layout.tp * layout.sp)
     device = engine.device
-    for step in range(recipe.steps):
+    for step in range(first, recipe.steps):
         total = torch.zeros((), device=device)
         for micro in range(recipe.accumulate):
-            batch = {name: value.to(device) for name, value in recipe.batch(step, micro, data_rank).items()}
+            batch = layout.share(recipe.batch(step, micro, data_rank), dist.get_rank())
+            batch = {name: value.to(device) for name, value in batch.items()}
             recipe.seed_noise(step, micro, data_rank)
             loss = recipe.compute_loss(engine, batch, run.routers)
             engine.backward(loss)
@@ -126,10 +136,11 @@ def run_steps(engine: Any, recipe: Recipe, layout: Layout) -> Run:
             if micro == recipe.accumulate - 1 and step == recipe.steps - 1:
                 run.grads = full_tensors(engine, gradient)
             engine.step()
-        # Tensor-parallel peers have the same loss, so the mean over the world is that over dp.
+        # Tensor-parallel and sequence peers have the same loss, so the mean over the world is that over dp.
         dist.all_reduce(total)
         run.losses.append(total.item() / layout.world)
-        run.norms.append(float(engine.get_global_grad_norm()))
+        norm = engine.get_global_grad_norm()
+        run.norms.append(float("nan") if norm is None else float(norm))  # None: plain DeepSpeed at stage 0
     run.weights = full_tensors(engine, weight)
     return run
 

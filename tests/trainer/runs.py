@@ -30,6 +30,7 @@ class Job:
         aux: the factor of the routers' auxiliary loss.
         stop_after: ends after this step, with the schedule of the whole run; 0 never.
         resume: whether to go on from the last checkpoint in the folder.
+        positions: whether the data holds the tokens' positions, which split sequences need.
     """
 
     family: str = "mixtral"
@@ -41,6 +42,7 @@ class Job:
     aux: float = 0.05
     stop_after: int = 0
     resume: bool = False
+    positions: bool = False
 
 
 @dataclass
@@ -58,8 +60,8 @@ class Outcome:
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Random sequences. Each has another number of tokens that count, so that a wrong average shows."""
 
-    def __init__(self, count: int, first: int = 0) -> None:
-        self.count, self.first = count, first
+    def __init__(self, count: int, first: int = 0, positions: bool = False) -> None:
+        self.count, self.first, self.positions = count, first, positions
 
     def __len__(self) -> int:
         return self.count
@@ -68,7 +70,8 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         ids = make_batch(self.first + index, 0, 1, LENGTH)["input_ids"][0]
         labels = ids.clone()
         labels[: index % 5] = -100
-        return {"input_ids": ids, "labels": labels}
+        row = {"input_ids": ids, "labels": labels}
+        return {**row, "position_ids": torch.arange(LENGTH)} if self.positions else row
 
 
 def arguments(job: Job, folder: Path, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
@@ -115,8 +118,8 @@ def run(job: Job, folder: Path, ranks: int = 1, deepspeed: dict[str, Any] | None
     trainer = Trainer(
         model=model,
         args=arguments(job, folder, ranks, deepspeed),
-        train_dataset=Sequences(job.train),
-        eval_dataset=Sequences(job.held_out, first=500),
+        train_dataset=Sequences(job.train, positions=job.positions),
+        eval_dataset=Sequences(job.held_out, first=500, positions=job.positions),
         callbacks=[StopAfter(job.stop_after)] if job.stop_after else [],
     )
     trainer.train(resume_from_checkpoint=job.resume or None)
