@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts
     text = config.get_text_config()
     full_plan = without_experts(_plan(model), layouts)
     plan = {pattern: style for pattern, style in full_plan.items() if style in _SPLIT_STYLES}
+    widths = _widths(model, layouts, first.hidden_size)
     return ModelFacts(
         name=name,
         hidden=first.hidden_size,
@@ -63,7 +65,14 @@ def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts
         per_token=experts_per_token(modules[first_path], first.num_experts),
         columns=first.intermediate_size,
         gated=any("gate" in parameter for parameter in first.parameters),
-        **_widths(model, layouts, first.hidden_size),
+        expert_keeps=_expert_keeps(first),
+        router_fp32=True,  # in some families; where it isn't so this is a little too much, as it should be
+        norms_fp32=True,
+        attention_width=widths.attention,
+        output_width=widths.output,
+        norm_width=0,  # norms inside attention have no usual names; they are a few percent
+        dense_columns=widths.dense,
+        shared_columns=widths.shared,
         splits_attention=_splits_attention(plan),
         splits_dense=any(pattern.endswith((".mlp.up_proj", ".feed_forward.up_proj")) for pattern in plan),
         splits_shared=any("shared_expert" in pattern for pattern in plan),
@@ -119,30 +128,51 @@ def _weights(model: Any, layouts: Mapping[str, ExpertsLayout], plan: Mapping[str
     return tuple(Weight(w.name, w.elements, copies, w.cut, w.multiplied) for w, copies in counted.items())
 
 
+def _expert_keeps(layout: ExpertsLayout) -> int:
+    """Tensors of I columns an expert keeps: as many as in families of its kind, clamped gates of gpt_oss included."""
+    gated = any("gate" in name for name in layout.parameters)
+    biased = any(parameter.dim is None for parameter in layout.parameters.values())
+    return (7 if biased else 4) if gated else 2
+
+
 # What families call attention's projections and the first of an MLP.
 _INPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 _OUTPUTS, _MLP = ("o_proj", "out_proj", "dense"), ("up_proj", "w3")
 
 
-def _widths(model: Any, layouts: Mapping[str, ExpertsLayout], hidden: int) -> dict[str, int]:
-    """Widths that decide on activations: by the usual names of projections, else as in plain attention."""
-    found = {"attention_width": 0, "output_width": 0, "norm_width": 0, "dense_columns": 0, "shared_columns": 0}
-    layers = {path.rpartition(".layers.")[2].partition(".")[0] for path in layouts}
-    seen: dict[str, int] = {}
+@dataclass(frozen=True)
+class _Widths:
+    """Widths that decide on activations, as in `ModelFacts`."""
+
+    attention: int
+    output: int
+    dense: int
+    shared: int
+
+
+def _widths(model: Any, layouts: Mapping[str, ExpertsLayout], hidden: int) -> _Widths:
+    """By the usual names of projections, else as in plain attention."""
+    with_experts = {_layer_of(path) for path in layouts}
+    inputs: dict[str, int] = {}
+    output = dense = shared = 0
     for path, module in model.named_modules():
-        own, layer = path.rpartition(".")[2], path.rpartition(".layers.")[2].partition(".")[0]
+        own = path.rpartition(".")[2]
         if not isinstance(module, torch.nn.Linear):
             continue
         if own in _INPUTS:
-            seen[own] = max(seen.get(own, 0), module.out_features)
+            inputs[own] = max(inputs.get(own, 0), module.out_features)
         elif own in _OUTPUTS and "attn" in path:
-            found["output_width"] = max(found["output_width"], module.in_features)
+            output = max(output, module.in_features)
+        elif own in _MLP and _layer_of(path) in with_experts:
+            shared = max(shared, module.out_features)
         elif own in _MLP:
-            kind = "shared_columns" if layer in layers else "dense_columns"
-            found[kind] = max(found[kind], module.out_features)
-    found["attention_width"] = sum(seen.values()) or 3 * hidden
-    found["output_width"] = found["output_width"] or hidden
-    return found
+            dense = max(dense, module.out_features)
+    return _Widths(sum(inputs.values()) or 3 * hidden, output or hidden, dense, shared)
+
+
+def _layer_of(path: str) -> str:
+    """The number of the layer a module is in."""
+    return path.rpartition(".layers.")[2].partition(".")[0]
 
 
 def _splits_attention(plan: Mapping[str, str]) -> bool:

@@ -108,6 +108,9 @@ def _facts(config: _Values, family: Family, name: str) -> ModelFacts:
         per_token=min(config.size(family.per_token), experts),
         columns=columns,
         gated=True,
+        expert_keeps=family.expert_keeps,
+        router_fp32=family.router_fp32,
+        norms_fp32=family.norms_fp32,
         attention_width=attention.width,
         output_width=attention.output,
         norm_width=attention.normed,
@@ -189,7 +192,8 @@ def _latent(config: _Values, family: Family) -> _Attention:
         ]
     else:
         weights.append(Weight("queries", hidden * queries, 1, cut))
-    return _Attention(weights, (heads,), 2 * queries + heads * value, heads * value, query_rank + latent)
+    width = 2 * queries + heads * value + query_rank + latent
+    return _Attention(weights, (heads,), width, heads * value, query_rank + latent)
 
 
 def _experts(hidden: int, columns: int, experts: int, layers: int, family: Family) -> list[Weight]:

@@ -30,6 +30,10 @@ class Family:
         router_bias, expert_bias, head_bias: of the router, of the experts' projections, of the output layer.
         shared: the config's name of the number of shared experts, or of their columns altogether.
         shared_gate: the shared expert has a gate of H numbers.
+        norms_fp32: norms multiply by their weight in fp32.
+        router_fp32: the router works on an fp32 copy of its input.
+        expert_keeps: tensors of I columns that an expert keeps for backward: gate and up, the activated gate and the
+            product, and more where the gate is clamped.
         dense: which layers have no experts: "none", "first" (`first_k_dense_replace`) or "listed" (`mlp_only_layers`
             and `decoder_sparse_step`).
         tied: whether the embedding is the output layer too, where the config doesn't say.
@@ -54,6 +58,9 @@ class Family:
     head_bias: str | bool = False
     shared: Literal["", "n_shared_experts", "shared_expert_intermediate_size"] = ""
     shared_gate: bool = False
+    norms_fp32: bool = False
+    router_fp32: bool = False
+    expert_keeps: int = 4
     dense: Literal["none", "first", "listed"] = "none"
     tied: bool = False
     splits: tuple[Literal["attention", "dense", "shared"], ...] = ("attention", "dense", "shared")
@@ -98,6 +105,8 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         router_bias=True,
         expert_bias=True,
+        norms_fp32=True,
+        expert_keeps=7,
         splits=(),
     ),
     "deepseek_v2": Family(
@@ -105,6 +114,7 @@ FAMILIES: dict[str, Family] = {
         "moe_intermediate_size",
         attention="latent",
         output_bias="attention_bias",
+        router_fp32=True,
         shared="n_shared_experts",
         dense="first",
         no_tp=_REFUSED,
@@ -114,6 +124,7 @@ FAMILIES: dict[str, Family] = {
         "moe_intermediate_size",
         attention="latent",
         output_bias="attention_bias",
+        router_fp32=True,
         shared="n_shared_experts",
         dense="first",
         splits=("dense", "shared"),
@@ -123,6 +134,7 @@ FAMILIES: dict[str, Family] = {
         "moe_intermediate_size",
         qkv_bias="attention_bias",
         head_norms="use_qk_norm",
+        router_fp32=True,
         shared="n_shared_experts",
         dense="first",
     ),
@@ -132,6 +144,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         head_norms="head",
+        router_fp32=True,
         shared="n_shared_experts",
         dense="first",
     ),

@@ -152,19 +152,21 @@ def memory_of(facts: ModelFacts, topology: Topology, job: Job) -> Memory:
     """
     lines = [*states(facts, topology, job), *_buffers(facts, topology, job)]
     kept = activations(facts, topology, job)
-    last = job.tokens * facts.hidden * (2 * job.itemsize + 4)  # the norm before the output layer
+    last = _norm(facts, job)  # the one before the output layer
     row = job.tokens * facts.hidden * job.itemsize
     if job.recompute:
         lines += [
             Line("checkpoints", facts.layers * row, "backward", "the input of each layer, T x H"),
-            Line("activations", kept.largest + last, "backward", "one layer at a time, made again in backward"),
+            Line(
+                "activations", kept.largest + last, "backward", f"one layer at a time, made again in backward{_SCORES}"
+            ),
             Line("dispatch buffers", kept.dispatch, "backward", _DISPATCH + ", of one layer"),
         ]
     else:
         moe = facts.moe_layers
         all_layers = facts.layers * kept.every + (facts.layers - moe) * kept.dense + moe * kept.experts
         lines += [
-            Line("activations", all_layers + last, "backward", "kept for backward by each layer"),
+            Line("activations", all_layers + last, "backward", f"kept for backward by each layer{_SCORES}"),
             Line("dispatch buffers", moe * kept.dispatch, "backward", _DISPATCH + ", of each layer"),
         ]
     logits = job.tokens * facts.vocab
@@ -174,6 +176,7 @@ def memory_of(facts: ModelFacts, topology: Topology, job: Job) -> Memory:
     return Memory(tuple(lines))
 
 
+_SCORES = "; sdpa or flash attention, which keep no scores"
 _DISPATCH = "rows that came to this rank's experts and their results, t x etp x K of H each"
 
 
@@ -205,21 +208,26 @@ def activations(facts: ModelFacts, topology: Topology, job: Job) -> Activations:
     attention_tp = topology.tp if facts.splits_attention else 1
     dense_tp = topology.tp if facts.splits_dense else 1
     shared_tp = topology.tp if facts.splits_shared else 1
-    # Two norms keep their input in fp32, what they make of it, and that times their weight.
-    every: float = 2 * tokens * facts.hidden * (2 * size + 4)
+    every: float = 2 * _norm(facts, job)
     every += tokens * facts.norm_width * (size + 4) / attention_tp
     every += tokens * (facts.attention_width + facts.output_width) * size / attention_tp
     # Gate and up, the activated gate, and the product that goes down.
     mlp = tokens * 4 * size
     # A block of ep * etp ranks owns t tokens each and has K / ep assignments to an ep index for each of them.
     rows = tokens / topology.tp * topology.etp * facts.per_token
-    routed = rows * facts.columns / topology.etp * (4 if facts.gated else 2) * size
+    routed = rows * facts.columns / topology.etp * facts.expert_keeps * size
+    router = tokens * facts.hidden * 4 if facts.router_fp32 else 0
     return Activations(
         every=every,
         dense=mlp * facts.dense_columns / dense_tp,
-        experts=mlp * facts.shared_columns / shared_tp + routed,
+        experts=mlp * facts.shared_columns / shared_tp + routed + router,
         dispatch=2 * rows * facts.hidden * size,
     )
+
+
+def _norm(facts: ModelFacts, job: Job) -> int:
+    """What a norm keeps: its input in fp32, what it makes of it, and that times its weight."""
+    return job.tokens * facts.hidden * (4 + (4 if facts.norms_fp32 else job.itemsize) + job.itemsize)
 
 
 def _buffers(facts: ModelFacts, topology: Topology, job: Job) -> list[Line]:

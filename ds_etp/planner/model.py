@@ -60,7 +60,9 @@ class ModelFacts:
         experts, per_token, columns: E, K, I.
         spare_experts: rows of the experts' weights after those of the experts (longcat_flash).
         gated: whether an expert has a gate beside its up projection.
-        attention_width: entries of a token's queries, keys and values together.
+        expert_keeps: tensors of I columns an expert keeps for backward.
+        router_fp32, norms_fp32: whether routers keep their input in fp32, and norms their result.
+        attention_width: entries of a token's queries, keys and values together, latents included.
         output_width: entries of a token's attention output before its last projection.
         norm_width: entries of a token's queries, keys or latents that norms of attention's own go over.
         dense_columns, shared_columns: intermediate size of a layer without experts, and of a MoE layer's shared
@@ -82,6 +84,9 @@ class ModelFacts:
     per_token: int
     columns: int
     gated: bool
+    expert_keeps: int
+    router_fp32: bool
+    norms_fp32: bool
     attention_width: int
     output_width: int
     norm_width: int

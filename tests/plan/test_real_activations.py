@@ -29,6 +29,24 @@ CHANGES = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 4, "intermediate_size": 256, "num_local_experts": 8},
     "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 192, "num_experts": 8, "head_dim": 32},
+    "gpt_oss": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "head_dim": 32,
+        "attn_implementation": "eager",  # it has no sdpa
+    },
+    # Values as wide as keys: with others torch's sdpa on the CPU keeps scores.
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 192,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 16,
+    },
     "qwen2_moe": {"num_key_value_heads": 8, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 256},
 }
 
@@ -43,9 +61,13 @@ def kept_bytes(recipe: Recipe, layout: Layout) -> int:
     engine = make_engine(recipe, layout)
     weights = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
     kept: dict[int, Tensor] = {}
+    scores: set[int] = set()
 
     def keep(tensor: Tensor) -> Tensor:
         place = tensor.untyped_storage().data_ptr()
+        # Of eager attention, scores are left out: the planner is about attention that keeps none.
+        if tensor.dim() == 4 and tensor.shape[-2] == LENGTH and tensor.shape[-1] in (LENGTH, LENGTH + 1):
+            scores.add(place)
         if place not in weights:
             kept[place] = tensor  # alive, so that no other tensor gets its place
         return tensor
@@ -54,7 +76,7 @@ def kept_bytes(recipe: Recipe, layout: Layout) -> int:
     ids = torch.randint(0, 96, (ROWS, LENGTH), generator=generator)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = engine(input_ids=ids, labels=ids).loss
-    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    total = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in scores)
     engine.backward(loss)  # peers are in it too
     engine.destroy()
     return total
