@@ -19,6 +19,9 @@ from ds_etp.planner.hardware import Hardware, check_hardware, parse_bytes, with_
 from ds_etp.planner.model import ModelFacts
 from ds_etp.planner.ranking import STAGES, Proposal, ds_config, rank_layouts
 
+# Of the tables where the output is no terminal, which rich takes to be 80 wide.
+_PIPED_WIDTH = 120
+
 
 def add_plan(commands: Any, size: Callable[[str], int]) -> None:
     """Adds the subcommand to an argparse's subparsers; `size` reads a whole number of at least 1."""
@@ -63,6 +66,8 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--choose {args.choose}: there are {len(proposals)} layouts.")
     shown, chosen = proposals[: args.top], proposals[args.choose - 1]
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
     console.print(_ranked(facts, hardware, proposals, shown))
     console.print(_memory(chosen, args.choose))
     console.print(_time(chosen, hardware, args.choose))
@@ -103,7 +108,7 @@ def _facts(model: str, *, exact: bool) -> ModelFacts:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} does not hold a JSON object.")
     if exact:
-        from ds_etp.patches.meta_model import count_model
+        from ds_etp.patches.counted_models import count_model
 
         return count_model(values, str(path), name)
     return read_facts(values, str(path), name)
@@ -128,7 +133,7 @@ def _ranked(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
         f"token, on {hardware.gpus} GPUs, {hardware.per_node} a node. {len(proposals)} layouts, {fitting} fit"
     )
     names = ("", "tp", "etp", "ep", "edp", "ZeRO", "plan", "GB", "fits", "rows sent", "GB sent", "s", "tokens/s")
-    table = Table(*names, "columns", title=title, title_justify="left")
+    table = Table(*names, "columns", title=title, title_justify="left", padding=(0, 0))
     for place, proposal in enumerate(shown, 1):
         topology, timing = proposal.topology, proposal.timing
         columns = f"{facts.columns // topology.etp}{'' if proposal.aligned else ' (no grouped_mm)'}"

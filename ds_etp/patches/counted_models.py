@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ds_etp.errors import ConfigError
 from ds_etp.families import find_experts, read_layout
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.patches.autotp import without_experts
 from ds_etp.patches.experts_interface import experts_per_token
+from ds_etp.patches.meta_models import build_on_meta
 from ds_etp.planner.model import Cut, ModelFacts, Weight
 
 # Styles of transformers' plans that AutoTP (deepspeed 0.19.8) splits a layer by, and others it takes; a plan that names
@@ -40,10 +41,9 @@ def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts
     """
     try:
         config = AutoConfig.for_model(**values)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever a family's code raises on values it can't use
-        raise ConfigError(f"{source}: transformers doesn't build this model ({error}).") from None
+    except Exception as error:  # a config can be wrong in as many ways as there are families
+        raise ConfigError(f"{source}: transformers cannot read this config ({error}).") from None
+    model: Any = build_on_meta(config, source)
     modules = find_experts(model)
     if not modules:
         raise ConfigError(f"{source}: no layer has routed experts, so there is nothing to split.")
