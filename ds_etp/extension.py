@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from deepspeed.utils import groups as host_groups
 from torch import nn
 
 from ds_etp import config as block_config
+from ds_etp.checkpoint.agree import agreed
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
@@ -21,6 +22,7 @@ from ds_etp.families import find_experts, read_layout
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options
 from ds_etp.layouts import ExpertsLayout
+from ds_etp.loading.unread import is_unread, read_shard, unread_modules, with_progress
 from ds_etp.log import log_table
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.accelerate import install_get_state_dict
@@ -96,13 +98,17 @@ class _Events:
         """Shards the experts and tells DeepSpeed about them."""
         extension = _extension(engine)
         if extension is None:
+            _refuse_unread(model)
             return
         if not extension.layouts:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
         _choose_plans(model, extension, _ranks_per_node(engine.device))
-        _shard_model(model, extension, groups, zero3=int(engine.zero_optimization_stage()) == 3)
+        # In a model of from_pretrained a rank may fail to read. There, no rank waits for another in between.
+        with agreed("reading experts") if any(unread_modules(model)) else nullcontext():
+            device = torch.device("cpu") if engine.dont_change_device else engine.device
+            _shard_model(model, extension, groups, device, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = True
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
@@ -131,6 +137,16 @@ def _refuse_other_axes(engine: Any) -> None:
             type(engine.mpu).__name__,
             "is an mpu of its own",
             works="tensor_parallel.autotp_size in the config, and no mpu",
+        )
+
+
+def _refuse_unread(model: nn.Module) -> None:
+    for path in unread_modules(model):
+        raise config_error(
+            "expert_tensor_parallel",
+            None,
+            f"is not in this engine's config, but {path} was left to it by ds_etp.from_pretrained",
+            works="the config that from_pretrained was given",
         )
 
 
@@ -184,19 +200,23 @@ def _choose_plans(model: nn.Module, extension: Extension, ranks_per_node: int) -
         )
 
 
-def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups, *, zero3: bool) -> None:
+def _shard_model(
+    model: nn.Module, extension: Extension, groups: ExpertGroups, device: torch.device, *, zero3: bool
+) -> None:
     topology, block = extension.topology, extension.block
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     follow_as_one(list(modules.values()))
-    for path, layout in extension.layouts.items():
-        module = modules[path]
+    for path in with_progress(modules, show=dist.get_rank() == 0):
+        module, layout = modules[path], extension.layouts[path]
         plan_class = PLANS[extension.choices[path].plan]
         plan = plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches)
         shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
         tag(module.parameters(), groups)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
+        elif is_unread(module):
+            read_shard(module, shard, device)
         else:
             shard_in_place(module, shard)
     check_sizes(model)
