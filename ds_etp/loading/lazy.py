@@ -193,9 +193,13 @@ class LazyTensor(Tensor):
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} would change a tensor that is not read yet")
         step = _STEPS.get(func)
-        made = step(*args, **kwargs) if step is not None else None
-        if made is not None:
-            return made
+        if step is not None:
+            # Torch's own check of the arguments: tensors that don't fit together are an error here already.
+            checked_args, checked_kwargs = tree_map(_meta, (args, kwargs))
+            func(*checked_args, **checked_kwargs)
+            made = step(*args, **kwargs)
+            if made is not None:
+                return made
         real_args, real_kwargs = tree_map(_real, (args, kwargs))
         return func(*real_args, **real_kwargs)
 
@@ -205,6 +209,10 @@ class LazyTensor(Tensor):
 
 def _real(value: Any) -> Any:
     return whole(value.node) if isinstance(value, LazyTensor) else value
+
+
+def _meta(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
 def _node(value: Tensor) -> Node:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import modeling_utils
 from transformers.integrations import deepspeed as zero_config
 from transformers.utils import logging
 
+from ds_etp.errors import CheckpointError
 from ds_etp.loading.lazy import LazyTensor, Leaf
 from ds_etp.patches.base import MethodPatch
 
@@ -33,26 +35,49 @@ def _with_lazy_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
             name: LazyTensor(Leaf(value if isinstance(value, Tensor) else value[...]))
             for name, value in given.arguments["state_dict"].items()
         }
-        return original(*given.args, **given.kwargs)
+        result = original(*given.args, **given.kwargs)
+        info = result[0]
+        # Before it makes up values for these, at their full sizes.
+        for name, found, wanted in sorted(info.mismatched_keys):
+            raise CheckpointError(f"its files hold {name} as {tuple(found)}, and the model wants {tuple(wanted)}")
+        for name, reason in info.conversion_errors.items():
+            raise CheckpointError(f"its files don't hold {name} in full: {reason.strip().splitlines()[-2]}")
+        return result
 
     return convert
+
+
+def _naming_the_file(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def opened(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(filename, *args, **kwargs)
+        except SafetensorError as error:
+            raise CheckpointError(f"{filename}: {error}") from error
+
+    return opened
 
 
 @contextmanager
 def left_in_files() -> Iterator[None]:
     """Inside, `from_pretrained` makes models whose parameters and persistent buffers are `LazyTensor`s."""
-    patch = MethodPatch(modeling_utils, "convert_and_load_state_dict_in_model", _with_lazy_tensors)
+    patches = [
+        MethodPatch(modeling_utils, "convert_and_load_state_dict_in_model", _with_lazy_tensors),
+        MethodPatch(modeling_utils, "safe_open", _naming_the_file),
+    ]
     # At ZeRO-3 it would gather every parameter to fill it. There is nothing to fill, and the engine partitions later.
     alive = zero_config._hf_deepspeed_config_weak_ref
     # Nothing is read yet: the bar that counts comes later.
     bars = logging.is_progress_bar_enabled()
-    patch.apply()
+    for patch in patches:
+        patch.apply()
     zero_config.unset_hf_deepspeed_config()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        patch.revert()
+        for patch in patches:
+            patch.revert()
         zero_config._hf_deepspeed_config_weak_ref = alive
         if bars:
             logging.enable_progress_bar()

@@ -13,7 +13,7 @@ from ds_etp.loading.lazy import LazyTensor, Leaf, whole
 
 Build = Callable[[list[Tensor]], Tensor]
 BUILDS: dict[str, Build] = {  # of four tensors [3, 5]
-    "stacked": lambda ts: torch.stack(ts),
+    "stacked": torch.stack,
     "stacked last": lambda ts: torch.stack(ts, -1),
     "gate and up": lambda ts: torch.cat([torch.stack(ts[:2]), torch.stack(ts[2:])], dim=1),
     "transposed": lambda ts: torch.stack(ts).transpose(-1, -2).contiguous(),
