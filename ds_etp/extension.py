@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from deepspeed.utils import groups as host_groups
 from torch import nn
 
 from ds_etp import config as block_config
-from ds_etp.checkpoint.agree import agreed
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
@@ -22,7 +21,8 @@ from ds_etp.families import find_experts, read_layout
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options
 from ds_etp.layouts import ExpertsLayout
-from ds_etp.loading.unread import is_unread, read_shard, unread_modules, with_progress
+from ds_etp.loading.reader import ShardReader
+from ds_etp.loading.unread import is_unread, unread_modules, with_progress
 from ds_etp.log import log_table
 from ds_etp.patches import optimizers, overrides
 from ds_etp.patches.accelerate import install_get_state_dict
@@ -105,10 +105,8 @@ class _Events:
         extension.groups = groups = ExpertGroups(extension.topology)
         overrides.on_destroy(engine, groups.destroy)
         _choose_plans(model, extension, _ranks_per_node(engine.device))
-        # In a model of from_pretrained a rank may fail to read. There, no rank waits for another in between.
-        with agreed("reading experts") if any(unread_modules(model)) else nullcontext():
-            device = torch.device("cpu") if engine.dont_change_device else engine.device
-            _shard_model(model, extension, groups, device, zero3=int(engine.zero_optimization_stage()) == 3)
+        reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
+        _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = True
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
@@ -201,7 +199,7 @@ def _choose_plans(model: nn.Module, extension: Extension, ranks_per_node: int) -
 
 
 def _shard_model(
-    model: nn.Module, extension: Extension, groups: ExpertGroups, device: torch.device, *, zero3: bool
+    model: nn.Module, extension: Extension, groups: ExpertGroups, reader: ShardReader, *, zero3: bool
 ) -> None:
     topology, block = extension.topology, extension.block
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
@@ -216,9 +214,10 @@ def _shard_model(
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
         elif is_unread(module):
-            read_shard(module, shard, device)
+            reader.read(module, shard)
         else:
             shard_in_place(module, shard)
+    reader.finish(model)
     check_sizes(model)
     split_adapters(model, zero3=zero3)
     if zero3:

@@ -194,9 +194,10 @@ class LazyTensor(Tensor):
             raise NotImplementedError(f"{func} would change a tensor that is not read yet")
         step = _STEPS.get(func)
         if step is not None:
-            # Torch's own check of the arguments: tensors that don't fit together are an error here already.
-            checked_args, checked_kwargs = tree_map(_meta, (args, kwargs))
-            func(*checked_args, **checked_kwargs)
+            if step is not _to:
+                # Torch's own check of the arguments: tensors that don't fit together are an error here already.
+                checked_args, checked_kwargs = tree_map(_meta, (args, kwargs))
+                func(*checked_args, **checked_kwargs)
             made = step(*args, **kwargs)
             if made is not None:
                 return made

@@ -6,7 +6,7 @@ parameter objects and names are those of the whole model until an engine splits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -93,29 +93,48 @@ def unread_modules(model: nn.Module) -> Iterator[str]:
 
 
 @torch.no_grad()
-def read_shard(module: nn.Module, shard: Shard, device: torch.device) -> None:
+def read_shard(
+    module: nn.Module,
+    shard: Shard,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    then: Callable[[nn.Parameter], None] = lambda _: None,
+) -> Exception | None:
     """Reads this rank's shard of an unread module, one parameter at a time, and adopts the module.
 
     Args:
         module: its parameters have their full shapes.
         shard: what this rank holds of it.
         device: where to.
+        dtype: what floating-point weights are cast to; None keeps their type.
+        then: called with each parameter once it is a shard.
+
+    Returns:
+        What went wrong, if anything did. The module is of its new shape then too.
     """
     unread: _Unread = vars(module).pop(_UNREAD)
+    failure: Exception | None = None
     for name, parameter in module.named_parameters():
         if not shard.is_whole(name, parameter):
             continue  # shared with a module that came before
         source = unread.nodes.get(name)
         if source is None:
             parameter.data = shard.slice(name, parameter.data)
-            continue
-        layout = shard.layout.parameters[name]
-        part = torch.empty(layout.local_shape(shard.topology), dtype=source.dtype)
-        for piece in expert_pieces(layout, shard):
-            source.fill(piece.of(part), piece.box)
-        parameter.data = part.to(device)
+        else:
+            layout = shard.layout.parameters[name]
+            target = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
+            part = torch.empty(layout.local_shape(shard.topology), dtype=target)
+            try:
+                for piece in expert_pieces(layout, shard):
+                    source.fill(piece.of(part), piece.box)
+            except Exception as error:
+                failure = error
+            parameter.data = part.to(device)
+            del part
+        then(parameter)
     unread.forget()
     adopt(module, shard)
+    return failure
 
 
 def with_progress(modules: Mapping[str, nn.Module], *, show: bool) -> Iterator[str]:
