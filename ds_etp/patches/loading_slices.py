@@ -1,6 +1,6 @@
 """`from_pretrained` that leaves tensors in their files.
 
-transformers (5.24) opens a checkpoint's files, renames what is in them, runs its conversions on it and puts the
+transformers (5.0 to 5.24) opens a checkpoint's files, renames what is in them, runs its conversions on it and puts the
 results into the model. It takes each tensor from its file before it converts it. Here it gets tensors that do
 that when they are asked for data. Names, conversions, types, ties and reports stay its own.
 """
@@ -36,11 +36,14 @@ def _with_lazy_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
             for name, value in given.arguments["state_dict"].items()
         }
         result = original(*given.args, **given.kwargs)
-        info = result[0]
+        if hasattr(result[0], "mismatched_keys"):
+            mismatched, errors = result[0].mismatched_keys, result[0].conversion_errors
+        else:  # 5.0: missing, unexpected, mismatched, offload index, errors
+            mismatched, errors = result[2], result[4]
         # Before it makes up values for these, at their full sizes.
-        for name, found, wanted in sorted(info.mismatched_keys):
+        for name, found, wanted in sorted(mismatched):
             raise CheckpointError(f"its files hold {name} as {tuple(found)}, and the model wants {tuple(wanted)}")
-        for name, reason in info.conversion_errors.items():
+        for name, reason in errors.items():
             raise CheckpointError(f"its files don't hold {name} in full: {reason.strip().splitlines()[-2]}")
         return result
 

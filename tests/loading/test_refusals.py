@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ds_etp
 from ds_etp.errors import CheckpointError, ConfigError
+from ds_etp.loading.lazy import Leaf
 from tests.launcher import Launcher
 from tests.loading.test_weights import engine_of, plainly
 from tests.models import make_batch
@@ -107,6 +110,51 @@ def test_one_rank_fails(launcher: Launcher, folder: Path, tmp_path: Path) -> Non
         assert kind == "CheckpointError"
         assert "rank 1" in message
         assert "nowhere" in message
+
+
+def test_offline(launcher: Launcher) -> None:
+    """The hub's own advice is in the message."""
+    for kind, message in launcher.run(2, refusal, folders=["no/model"] * 2, config=ds_config(Recipe(), PAIR)):
+        assert kind == "CheckpointError"
+        assert "no/model" in message
+        assert "offline" in message.lower()
+
+
+def unreadable(folder: str, layout: Layout) -> str:
+    """What is raised where rank 1 fails in the middle of reading."""
+    config = ds_config(Recipe(), layout)
+    model = ds_etp.from_pretrained(folder, config, experts_implementation="eager")
+    if dist.get_rank() == 1:
+        vars(model.model.layers[1].mlp.experts)["ds_etp_unread"].nodes["down_proj"] = Leaf(torch.zeros(3))
+    with pytest.raises(CheckpointError) as raised:
+        engine_of(model, config)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_fails_to_read(launcher: Launcher, folder: Path, stage: int) -> None:
+    """At ZeRO-3 its peers are in collectives at that time."""
+    for message in launcher.run(2, unreadable, folder=str(folder), layout=Layout(world=2, ep=2, stage=stage)):
+        assert "reading experts failed on rank 1" in message
+
+
+def progress_of(folder: str, progress: bool) -> str:
+    """What goes to the terminal while experts are read."""
+    config = ds_config(Recipe(), PAIR)
+    terminal = io.StringIO()
+    with contextlib.redirect_stderr(terminal):
+        model = ds_etp.from_pretrained(folder, config, experts_implementation="eager", progress=progress)
+        assert terminal.getvalue() == ""
+        engine_of(model, config).destroy()
+    return terminal.getvalue()
+
+
+def test_progress_bar(launcher: Launcher, folder: Path) -> None:
+    """On rank 0, counting layers."""
+    first, second = launcher.run(2, progress_of, folder=str(folder), progress=True)
+    assert "reading experts: 100%" in first
+    assert "2/2" in first
+    assert "reading experts" not in second + "".join(launcher.run(2, progress_of, folder=str(folder), progress=False))
 
 
 @pytest.mark.parametrize(
