@@ -72,7 +72,8 @@ def leave_unread(model: nn.Module, paths: Iterable[str], *, progress: bool) -> N
 
 
 def _replacement(old: LazyTensor, stand_in: bool) -> Tensor:
-    data = torch.full((), torch.nan, dtype=old.dtype).expand(old.shape) if stand_in else whole(old.node)
+    nothing = torch.nan if old.dtype.is_floating_point else 0
+    data = torch.full((), nothing, dtype=old.dtype).expand(old.shape) if stand_in else whole(old.node)
     if not isinstance(old, nn.Parameter):
         return data
     new = nn.Parameter(data, requires_grad=old.requires_grad)
