@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ds_etp.layouts import Cut
     from ds_etp.patches.checkpoints import load_checkpoint, save_checkpoint
     from ds_etp.patches.exports import save_pretrained
+    from ds_etp.pretrained import from_pretrained
     from ds_etp.topology import Topology
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "Cut",
     "Topology",
+    "from_pretrained",
     "fuse_experts",
     "initialize",
     "load_checkpoint",
@@ -43,6 +45,7 @@ _HOMES = {
     "ConfigError": "ds_etp.errors",
     "Cut": "ds_etp.layouts",
     "Topology": "ds_etp.topology",
+    "from_pretrained": "ds_etp.pretrained",
     "fuse_experts": "ds_etp.fused",
     "load_checkpoint": "ds_etp.patches.checkpoints",
     "register": "ds_etp.extension",

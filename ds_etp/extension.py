@@ -20,6 +20,8 @@ from ds_etp.experts import Shard, check_sizes, shard_in_place
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options
 from ds_etp.layouts import ExpertsLayout
+from ds_etp.loading.reader import ShardReader
+from ds_etp.loading.unread import is_unread, unread_modules, with_progress
 from ds_etp.log import log_table
 from ds_etp.model_checks import checked_layouts, chosen_plans, plan_rows
 from ds_etp.patches import optimizers, overrides, sequence, sequence_tp
@@ -97,6 +99,7 @@ class _Events:
         """Shards the experts and tells DeepSpeed about them."""
         extension = _extension(engine)
         if extension is None:
+            _refuse_unread(model)
             return
         if not extension.layouts:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
@@ -106,7 +109,8 @@ class _Events:
         overrides.on_destroy(engine, groups.destroy)
         per_node = _ranks_per_node(engine.device)
         extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
-        _shard_model(model, extension, groups, zero3=int(engine.zero_optimization_stage()) == 3)
+        reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
+        _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = True
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
@@ -140,6 +144,16 @@ def _context_size(engine: Any) -> int:
     return cp
 
 
+def _refuse_unread(model: nn.Module) -> None:
+    for path in unread_modules(model):
+        raise config_error(
+            "expert_tensor_parallel",
+            None,
+            f"is not in this engine's config, but {path} was left to it by ds_etp.from_pretrained",
+            works="the config that from_pretrained was given",
+        )
+
+
 def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
     return checked_layouts(model, topology, engine._config._param_dict, itemsize=2 if half else None)
@@ -154,21 +168,26 @@ def _ranks_per_node(device: torch.device) -> int:
     return int(fewest)
 
 
-def _shard_model(model: nn.Module, extension: Extension, groups: ExpertGroups, *, zero3: bool) -> None:
+def _shard_model(
+    model: nn.Module, extension: Extension, groups: ExpertGroups, reader: ShardReader, *, zero3: bool
+) -> None:
     topology, block = extension.topology, extension.block
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     follow_as_one(list(modules.values()))
-    for path, layout in extension.layouts.items():
-        module = modules[path]
+    for path in with_progress(modules, show=dist.get_rank() == 0):
+        module, layout = modules[path], extension.layouts[path]
         plan_class = PLANS[extension.choices[path].plan]
         plan = plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches)
         shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
         tag(module.parameters(), groups)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
+        elif is_unread(module):
+            reader.read(module, shard)
         else:
             shard_in_place(module, shard)
+    reader.finish(model)
     check_sizes(model)
     split_adapters(model, zero3=zero3)
     if zero3:

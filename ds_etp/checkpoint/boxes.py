@@ -132,7 +132,7 @@ def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[Log
         if name in experts:
             kind = "expert"
             layout, shard = experts[name]
-            shape, pieces = layout.shape, _expert_pieces(layout, shard)
+            shape, pieces = layout.shape, expert_pieces(layout, shard)
         elif meta is not None and not meta.get("replicated") and topology.tp > 1:
             kind = "tensor"
             shape, pieces = _autotp_pieces(name, meta, local, topology, topology.index_in("tp", rank))
@@ -180,7 +180,8 @@ def strips(shape: Shape, dim: int, widths: Sequence[Sequence[int]], index: int) 
     return tuple(pieces)
 
 
-def _expert_pieces(layout: ParameterLayout, shard: Shard) -> tuple[Piece, ...]:
+def expert_pieces(layout: ParameterLayout, shard: Shard) -> tuple[Piece, ...]:
+    """What a rank holds of one parameter of its experts."""
     rows, columns = layout.widths(shard.topology)
     if columns is None or layout.dim is None:
         return strips(layout.shape, 0, rows, shard.ep_index)
