@@ -73,4 +73,6 @@ def build_model(args: argparse.Namespace, config: dict[str, Any], vocab_size: in
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model.config.output_router_logits = True  # adds the router's load-balancing loss to the training loss
     model.config.use_cache = False
+    if getattr(model.config, "head_dim", 0) is None:  # Mixtral's is; Ulysses wants a number
+        model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
     return model

@@ -5,7 +5,9 @@ alone; what the file has no value for, Trainer's arguments give:
 
     deepspeed --num_accelerators 4 --module ds_etp examples/finetune_mixtral_trainer.py --deepspeed configs/demo.json
     deepspeed ... --resume
+    deepspeed ... --sp 2
 
+With --sp, that many ranks share each sequence (DeepSpeed's Ulysses), for sequences too long for one of them.
 Without --model it trains a small Mixtral from scratch; without --dataset, on the documentation that ships with Python.
 The model is written to <output>/model, in the format of the hub: see generate.py.
 """
@@ -22,8 +24,10 @@ from typing import Any
 
 import common
 import corpus
+import deepspeed
 import numpy as np
 import torch
+from accelerate.parallelism_config import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -35,6 +39,7 @@ from transformers import (
 
 def parse_args() -> argparse.Namespace:
     parser = common.make_parser(__doc__.splitlines()[0], "runs/finetune_mixtral_trainer")
+    parser.add_argument("--sp", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--save_every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--eval_blocks", type=int, default=64, help="most held-out sequences to evaluate on")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
@@ -42,7 +47,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Blocks of tokens as Trainer wants them; the model shifts the labels itself."""
+    """Blocks of tokens as Trainer wants them. Positions are for ranks that get a part of a block."""
 
     def __init__(self, blocks: np.ndarray) -> None:
         self.blocks = torch.from_numpy(blocks)
@@ -51,7 +56,17 @@ class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
+        block = self.blocks[index]
+        return {"input_ids": block, "labels": block, "position_ids": torch.arange(len(block))}
+
+
+def sequence_parallelism(args: argparse.Namespace) -> ParallelismConfig | None:
+    if args.sp == 1:
+        return None
+    deepspeed.init_distributed()  # Ulysses makes its groups first; on the CPU, accelerate leaves this to the engine
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    rest = int(os.environ["WORLD_SIZE"]) // args.sp  # tensor-parallel ranks too: DeepSpeed counts them as data-parallel
+    return ParallelismConfig(sp_size=args.sp, sp_backend="deepspeed", sp_handler=handler, dp_shard_size=rest)
 
 
 def training_arguments(args: argparse.Namespace, config: dict[str, Any]) -> TrainingArguments:
@@ -82,6 +97,7 @@ def training_arguments(args: argparse.Namespace, config: dict[str, Any]) -> Trai
         seed=args.seed,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
+        parallelism_config=sequence_parallelism(args),
     )
 
 

@@ -3,7 +3,8 @@
 Legend: sp ranks share a sequence, and each of them calls backward on the loss of the whole sequence, gathered or
 reduced over them with a differentiable collective, as DeepSpeed's tutorial and transformers' Trainer do it. Every
 rank's part then gets the gradient of that loss sp times, once from each rank. So the gradient of the unsharded
-model is the sum over all ranks divided by all ranks, for dense parameters and experts alike.
+model is the sum over all ranks divided by all ranks, for dense parameters and experts alike. (A loss whose backward
+gives a rank the gradient of its own part only would need a factor of sp.)
 
 DeepSpeed 0.19.8 divides by that in places only:
 

@@ -149,6 +149,9 @@ def groups_with_tp() -> tuple[list[int], list[int], dict[str, str]]:
         assert after == dist.get_process_group_ranks(parallel_state_sp.get_sequence_parallel_group())
         table = dict(layout_table(engine.ds_etp.topology, engine.ds_etp.block))
         engine.destroy()
+        with pytest.raises(ConfigError, match="does not fit the groups of ranks that share a sequence") as info:
+            make_engine(RECIPE, Layout(world=4, sp=2, etp=2), mpu=mpu)
+        assert "Values that work: 2." in str(info.value)
     return before, after, table
 
 
