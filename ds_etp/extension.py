@@ -36,7 +36,7 @@ from ds_etp.patches.loading import loading_patches
 from ds_etp.patches.peft import check_same_adapters, plain_path, split_adapters
 from ds_etp.patches.peft_autotp import adapters_split_with_layers
 from ds_etp.patches.replicas import check_first_gradients
-from ds_etp.patches.versions import check_host_versions
+from ds_etp.patches.versions import check_host_versions, check_sequence_version
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
 from ds_etp.wire import Choice, tokens_are_replicated
@@ -76,6 +76,7 @@ class _Events:
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
         cp = _context_size(engine)
+        check_sequence_version(cp)
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp)
         block_config.check_plan(block, topology)
         check_name(topology)

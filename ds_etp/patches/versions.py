@@ -22,6 +22,8 @@ _TESTED = {
 }
 # ZeRO-3 with tensor parallelism takes a wrong gradient norm before this release, with or without us.
 DEEPSPEED_ZERO3_WITH_TP = "0.19.8"
+# The corrections of `patches.sequence` were tried on this release alone.
+DEEPSPEED_SEQUENCES = "0.19.8"
 
 
 def check_host_versions(zero_stage: int, tp: int) -> None:
@@ -38,6 +40,21 @@ def check_host_versions(zero_stage: int, tp: int) -> None:
             zero_stage,
             f"with tensor_parallel.autotp_size={tp} takes a wrong gradient norm in DeepSpeed {version('deepspeed')}",
             works=f"0, 1, 2, or DeepSpeed {DEEPSPEED_ZERO3_WITH_TP}",
+        )
+
+
+def check_sequence_version(cp: int) -> None:
+    """Refuses sequence parallelism with a DeepSpeed it was not tried on.
+
+    Raises:
+        ConfigError: names the release found and the one that works.
+    """
+    if cp > 1 and not _at_least("deepspeed", DEEPSPEED_SEQUENCES):
+        raise config_error(
+            "sequence parallel size",
+            cp,
+            f"was not tried with DeepSpeed {version('deepspeed')}, and scales of gradients differ between releases",
+            works=f"1, or DeepSpeed {DEEPSPEED_SEQUENCES}",
         )
 
 

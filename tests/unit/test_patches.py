@@ -201,6 +201,15 @@ def test_transformers_in_range(installed: Callable[..., None], release: str) -> 
     check_host_versions(zero_stage=2, tp=2)
 
 
+def test_sequences_want_the_release_they_were_tried_on(installed: Callable[..., None]) -> None:
+    installed(deepspeed="0.19.7")
+    versions.check_sequence_version(1)
+    with pytest.raises(ConfigError, match=r"sequence parallel size=2 was not tried with DeepSpeed 0\.19\.7"):
+        versions.check_sequence_version(2)
+    installed()
+    versions.check_sequence_version(2)
+
+
 @pytest.mark.parametrize("release", ["0.18.6", "0.19.4", "0.19.9", "0.20.0", "1.0"])
 def test_deepspeed_out_of_range(installed: Callable[..., None], release: str) -> None:
     installed(deepspeed=release)
