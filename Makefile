@@ -2,6 +2,7 @@
 # make test    lint, then every test
 # make lint    ruff and mypy
 # make compat  parity tests at the corners of the supported range, in environments of their own (slow, by hand)
+# make bench   measure traffic, time, memory and growth on this machine's CPU into benchmarks/results.md (slow, by hand)
 # make clean   remove what the above leave behind, except the virtual environment
 #
 # The first call makes .venv and installs requirements-dev.txt into it.
@@ -17,6 +18,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements-dev.txt)
 DEMO_RANKS := 4
 DEMO_LIMIT := 900
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 # DeepSpeed compiles its CPU collectives with ninja, which the virtual environment has.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -25,7 +27,7 @@ export OMP_NUM_THREADS := 1
 # What DeepSpeed compiles is kept with the environment it was compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: demo test lint compat clean
+.PHONY: demo test lint compat bench clean
 .DELETE_ON_ERROR:
 
 CHECK_PYTHON = import sys; v = sys.version_info; \
@@ -73,6 +75,9 @@ lint: $(STAMP)
 compat:
 	PYTHON=$(PYTHON) tests/compat.sh
 
+bench: $(COMPILED)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
 clean:
-	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat runs
-	find ds_etp examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat .bench runs
+	find ds_etp examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
