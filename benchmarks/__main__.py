@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,13 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def measure(arguments: argparse.Namespace, launchers: dict[str, runs.Run]) -> dict[str, Any]:
-    """The parts asked for."""
+def measure(
+    arguments: argparse.Namespace, launchers: dict[str, runs.Run], write: Callable[[dict[str, Any]], None]
+) -> None:
+    """The parts asked for, in their order; `write` is called with all results after each."""
     small, quick = arguments.smallest, arguments.quick or arguments.smallest
     rounds = arguments.rounds or (1 if small else 2 if quick else 5)
-    steps = arguments.steps or (1 if small else 3 if quick else 5)
+    steps = arguments.steps or (1 if small else 2 if quick else 5)
     shapes = (rows.SMALLEST,) if small else rows.SHAPES
     main = launchers["main"]
     compared = [case for case in rows.cases() if not arguments.cases or case.name in arguments.cases]
@@ -60,7 +63,7 @@ def measure(arguments: argparse.Namespace, launchers: dict[str, runs.Run]) -> di
         print(f"== {part}", flush=True)
         results[part] = makers[part]()
         results["loads"].append(os.getloadavg()[0])
-    return results
+        write(results)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -69,19 +72,21 @@ def main(argv: list[str] | None = None) -> None:
     pythons = {"main": sys.executable}
     if not (arguments.no_autoep or arguments.smallest):
         pythons["autoep"] = autoep_python(arguments.environment)
-    folder = Path(tempfile.mkdtemp(prefix="ds_etp-bench-"))
-    pools = {name: Pool(python, folder / f"{name}.log") for name, python in pythons.items()}
-    try:
-        results = measure(arguments, {name: pool.run for name, pool in pools.items()})
-    finally:
-        for pool in pools.values():
-            pool.close()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python -m benchmarks", *(sys.argv[1:] if argv is None else argv)])
+    arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / "results.md"
-    target.write_text(page(results, command, "no GPU used"), encoding="utf-8")
-    for path in [target, *draw(results, arguments.out)]:
-        print(path)
+
+    def write(results: dict[str, Any]) -> None:
+        target.write_text(page(results, command, "no GPU used"), encoding="utf-8")
+        print(*[target, *draw(results, arguments.out)], sep="\n", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="ds_etp-bench-") as logs:
+        pools = {name: Pool(python, Path(logs) / f"{name}.log") for name, python in pythons.items()}
+        try:
+            measure(arguments, {name: pool.run for name, pool in pools.items()}, write)
+        finally:
+            for pool in pools.values():
+                pool.close()
 
 
 if __name__ == "__main__":

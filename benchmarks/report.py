@@ -62,7 +62,9 @@ def _machine(results: dict[str, Any], command: str, device: str) -> str:
         ("transformers of AutoEP's environment", TRANSFORMERS),
         ("models", "; ".join(map(_shape, shapes))),
     ]
-    return table(("", ""), rows)
+    busy = max(loads) > (os.cpu_count() or 1) + 1
+    note = "\n\nOther work kept this machine busy: the wall-clock times below are not to be relied on." if busy else ""
+    return table(("", ""), rows) + note
 
 
 def _shape(shape: Shape) -> str:

@@ -57,18 +57,21 @@ def interleaved(
             row = samples[shape.name, case]
             if row.error:
                 continue
-            print(f"round {number + 1} of {rounds}: {shape.name}, {case.name} ({case.environment})", flush=True)
+            where = f"round {number + 1} of {rounds}: {shape.name}, {case.name} ({case.environment})"
             try:
                 by_rank = launchers[case.environment](
                     case.world, "benchmarks.timing:timed", shape=as_json(shape), case=as_json(case), steps=steps
                 )
             except RuntimeError as error:
                 row.error = str(error).strip().splitlines()[-1]
+                print(f"{where}: {row.error}", flush=True)
                 continue
             for name in ("forward_backward", "step"):
                 slowest = [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
                 getattr(row, name).append(median(slowest))
             row.processor.append(median(map(sum, zip(*(rank["processor"] for rank in by_rank), strict=True))))
+            wall, processor = row.forward_backward[-1] * 1e3, row.processor[-1] * 1e3
+            print(f"{where}: forward + backward {wall:.0f} ms, CPU time {processor:.0f} ms", flush=True)
             row.messages = mean(layer for rank in by_rank for layer in rank["messages"])
             row.bytes = mean(layer for rank in by_rank for layer in rank["bytes"])
             row.plan, row.cuda_peak = by_rank[0]["plan"], max(rank["peak"] for rank in by_rank)

@@ -43,7 +43,7 @@ class Clock:
         return float(begin.elapsed_time(end)) / 1000
 
 
-def timed(shape: dict[str, Any], case: dict[str, Any], folder: str, steps: int, warmup: int = 2) -> dict[str, Any]:
+def timed(shape: dict[str, Any], case: dict[str, Any], folder: str, steps: int, warmup: int = 1) -> dict[str, Any]:
     """One launch: seconds of every step, forward and backward apart, and what a forward and backward sends.
 
     Args:
