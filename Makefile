@@ -3,6 +3,7 @@
 # make lint    ruff and mypy
 # make compat  parity tests at the corners of the supported range, in environments of their own (slow, by hand)
 # make docs    write docs/models.md anew, from the installed transformers
+# make bench   measure traffic, time, memory and growth on this machine's CPU into benchmarks/results.md (slow, by hand)
 # make clean   remove what the above leave behind, except the virtual environment
 #
 # The first call makes .venv and installs requirements-dev.txt into it.
@@ -18,6 +19,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements-dev.txt)
 DEMO_RANKS := 4
 DEMO_LIMIT := 900
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 # DeepSpeed compiles its CPU collectives with ninja, which the virtual environment has.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -26,7 +28,7 @@ export OMP_NUM_THREADS := 1
 # What DeepSpeed compiles is kept with the environment it was compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: demo test lint compat docs clean
+.PHONY: demo test lint compat docs bench clean
 .DELETE_ON_ERROR:
 
 CHECK_PYTHON = import sys; v = sys.version_info; \
@@ -77,6 +79,9 @@ compat:
 docs: $(STAMP)
 	$(BIN)/python -m tests.families.table
 
+bench: $(COMPILED)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
 clean:
-	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat runs
-	find ds_etp examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat .bench runs
+	find ds_etp examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -144,8 +144,11 @@ def all_reduce_rows(tensors: Sequence[Tensor], peers: Peers, dtype: torch.dtype 
     if peers.size == 1:
         return tuple(tensors)
 
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
     def reduce(message: Tensor) -> Tensor:
-        message = message.clone()  # it may be the caller's own tensor
+        if message.untyped_storage().data_ptr() in own:
+            message = message.clone()  # the caller's own tensor stays as it is; tensors that were joined are a copy
         dist.all_reduce(message, group=peers.group)
         return message
 

@@ -1,0 +1,139 @@
+"""What is compared: the models, who trains them, and how they are split. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A small Mixtral in which the MoE layers dominate, and its batch.
+
+    Attributes:
+        experts, per_token: E and K.
+        tokens: of one step, over all ranks together.
+        length: of one sequence.
+    """
+
+    experts: int
+    per_token: int
+    hidden: int = 512
+    intermediate: int = 256
+    layers: int = 2
+    heads: int = 8
+    vocabulary: int = 512
+    tokens: int = 2048
+    length: int = 256
+
+    @property
+    def name(self) -> str:
+        """As it is called in tables."""
+        return f"top-{self.per_token} of {self.experts}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who trains, and how the model is split.
+
+    Attributes:
+        name: as it is called in tables.
+        kind: `ours`, `deepspeed` (plain ZeRO data parallelism), `transformers` or `autoep`.
+        environment: `main`, or `autoep` for the older transformers that DeepSpeed's AutoEP works with.
+        plan: of ours.
+    """
+
+    name: str
+    kind: str
+    world: int = 2
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    environment: str = "main"
+    plan: str = "auto"
+
+    @property
+    def dp(self) -> int:
+        """How many different batches there are."""
+        return self.world // self.tp
+
+
+SHAPES = (Shape(8, 2), Shape(32, 8))
+SMALLEST = Shape(4, 2, hidden=64, intermediate=32, heads=2, vocabulary=64, tokens=128, length=32)
+
+
+def cases(world: int = 2) -> list[Case]:
+    """Everybody, on `world` ranks."""
+    n = world
+    rows = [
+        Case("DeepSpeed ZeRO-1, dp", "deepspeed", n),
+        Case("transformers tp", "transformers", n, tp=n),
+        Case("ds_etp tp = etp", "ours", n, tp=n, etp=n),
+        Case("transformers ep", "transformers", n, ep=n),
+        Case("ds_etp ep", "ours", n, ep=n),
+        Case("transformers tp x ep", "transformers", n, tp=n, ep=n),
+        Case("ds_etp tp x ep", "ours", n, tp=n, ep=n),
+    ]
+    old = [
+        Case("AutoEP ep", "autoep", n, ep=n),
+        Case("ds_etp ep", "ours", n, ep=n),
+        Case("AutoEP + AutoTP tp x ep", "autoep", n, tp=n, ep=n),
+        Case("ds_etp tp x ep", "ours", n, tp=n, ep=n),
+    ]
+    return rows + [Case(**{**asdict(row), "environment": "autoep"}) for row in old]
+
+
+def plan_cases(world: int = 2) -> list[Case]:
+    """Ours with every plan that fits, in three layouts; `auto` among them."""
+    layouts = {"tp x ep": (world, world, 1), "ep": (1, world, 1), "etp": (1, 1, world)}
+    fitting = {
+        "tp x ep": ("auto", "replicated", "allgather", "alltoall"),
+        "ep": ("auto", "allgather", "alltoall"),
+        "etp": ("auto", "allgather", "alltoall", "alltoall_gather_first"),
+    }
+    return [
+        Case(f"{name}: {plan}", "ours", world, tp=tp, ep=ep, etp=etp, plan=plan)
+        for name, (tp, ep, etp) in layouts.items()
+        for plan in fitting[name]
+    ]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio of two cases' forward and backward that this project aims at: `case / peer <= most`."""
+
+    environment: str
+    case: str
+    peer: str
+    most: dict[str, float]
+
+
+def targets() -> list[Target]:
+    """The ratios, by shape."""
+    top2, top8 = (shape.name for shape in SHAPES)
+    return [
+        Target("autoep", "ds_etp tp x ep", "AutoEP + AutoTP tp x ep", {top2: 0.8, top8: 0.6}),
+        Target("main", "ds_etp tp = etp", "transformers tp", {top2: 1.0, top8: 1.0}),
+        Target("autoep", "ds_etp ep", "AutoEP ep", {top2: 1.0, top8: 1.0}),
+    ]
+
+
+# (tp, ep, etp) of the table of rows on the wire.
+WIRE_LAYOUTS = (
+    (2, 1, 2),
+    (8, 1, 8),
+    (8, 4, 2),
+    (8, 2, 4),
+    (4, 2, 2),
+    (1, 2, 2),
+    (1, 4, 2),
+    (1, 8, 1),
+    (8, 8, 1),
+    (2, 2, 4),
+    (1, 8, 2),
+)
+
+
+def as_json(row: Any) -> dict[str, Any]:
+    """A row as it travels to the ranks."""
+    return asdict(row)

@@ -1,0 +1,41 @@
+"""The benchmark command at its smallest: that it runs and writes what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import node
+from benchmarks.__main__ import main
+from benchmarks.cases import cases, plan_cases
+from benchmarks.runs import Samples, ratio
+
+
+def test_a_run_writes_a_page_and_charts(tmp_path: Path) -> None:
+    parts, compared = ["times", "memory", "wire", "groups"], ["transformers tp", "ds_etp tp = etp"]
+    main(["--smallest", "--out", str(tmp_path), "--parts", *parts, "--cases", *compared])
+    page = (tmp_path / "results.md").read_text()
+    for heading in ("Time of a step", "Peak memory", "On the wire", "Growth of groups"):
+        assert f"## {heading}" in page
+    assert "ds_etp tp = etp (Replicated)" in page
+    assert "failed" not in page and "Error" not in page
+    assert {path.name for path in tmp_path.glob("*.png")} == {"times.png", "wire.png", "groups.png"}
+
+
+def test_the_node_script_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node.main(["--cpu", "--world", "1", "--rounds", "1", "--steps", "1", "--parts", "layers", "--out", str(tmp_path)])
+    assert "One process" in capsys.readouterr().out
+    assert "## Growth of a layer" in (tmp_path / "results.md").read_text()
+
+
+def test_ratios_are_of_launches_of_one_round() -> None:
+    own, peer = Samples(step=[1.0, 8.0, 3.0]), Samples(step=[2.0, 8.0, 4.0])
+    assert ratio(own, peer, "step") == 0.75
+    assert ratio(own, Samples(error="failed"), "step") is None
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_cases_have_names_of_their_own(world: int) -> None:
+    keys = [(case.environment, case.name) for case in [*cases(world), *plan_cases(world)]]
+    assert len(keys) == len(set(keys))
