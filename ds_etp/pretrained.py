@@ -55,7 +55,8 @@ def from_pretrained(
     copied or saved. Optimizers and PEFT adapters may be made. All other weights are there, mapped from the files
     where they have the model's type, so that ranks of a node share them until the engine changes or moves them.
 
-    Every rank has to call it. Where there is no process group yet, it is made as `deepspeed.initialize` does.
+    Every rank has to call it. It registers ds_etp, and where there is no process group yet it makes one, as
+    `deepspeed.initialize` does. Models whose experts are lists of modules (see `fuse_experts`) can't be loaded so.
 
     Args:
         path: a folder with safetensors, or a model id of the hub.

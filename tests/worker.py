@@ -87,6 +87,9 @@ def _reset() -> None:
     deepspeed.zero.partition_parameters.Init.num_persisted_elements = 0
     deepspeed.zero.partition_parameters.Init.num_persisted_parameters = 0
     deepspeed.zero.partition_parameters.Init.param_id = 0
+    # ZeRO-3 replaces it for good, and with it the order in which weights and biases get their gradients. ZeRO-2 adds up
+    # gradients in that order, so ranks that sat out the earlier case would add other ones.
+    torch.nn.functional.linear = getattr(deepspeed.zero.Init, "linear_bk", torch.nn.functional.linear)
     # A counter in a default argument. Ranks that sat out a smaller case would disagree with the others.
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     gc.collect()
