@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 import pytest
 
+from benchmarks.cases import WIRE_LAYOUTS
 from benchmarks.recorder import record
 from ds_etp.plans import PLANS
 from ds_etp.topology import GroupKind, Topology
@@ -15,19 +17,8 @@ from tests.multi.layers import apply_experts, data_rank, expert_groups, make_exp
 
 EXPERTS = 64
 OWNED = 2048  # tokens of each rank: chance, and sections padded to the longest, then stay below the 2% allowed
-# (tp, ep, etp) of issue-sized layouts that 8 ranks hold.
-LAYOUTS = [
-    (2, 1, 2),
-    (8, 1, 8),
-    (8, 4, 2),
-    (8, 2, 4),
-    (4, 2, 2),
-    (1, 2, 2),
-    (1, 4, 2),
-    (1, 8, 1),
-    (8, 8, 1),
-    (2, 2, 4),
-]
+# Those that 8 ranks hold.
+LAYOUTS = [sizes for sizes in WIRE_LAYOUTS if lcm(sizes[0], sizes[1] * sizes[2]) <= 8]
 
 
 def rows_of_plans(topology: Topology, per_token: int) -> dict[str, Any]:

@@ -9,12 +9,11 @@ import pytest
 
 from ds_etp.errors import CheckpointError
 from ds_etp.patches.exports import export_checkpoint
-from tests.checkpoint.runs import RECIPE, load_and_go, save_after, tensors_of, unsharded
+from tests.checkpoint.runs import RECIPE, save_after
+from tests.checkpoint.test_reshard import assert_next_steps
 from tests.launcher import Launcher
-from tests.oracle import Recipe
 from tests.peft.models import BOTH
 from tests.sharded import Layout
-from tests.tolerances import LOSS, NORM, TENSOR
 
 ADAPTED = replace(BOTH, optimizer="adamw")
 STAGES = [0, 1, 2, 3]
@@ -23,32 +22,17 @@ BEFORE = {0: Layout(4, 2, 4, 1, 0), 1: Layout(4, 1, 2, 2, 1), 2: Layout(4, 2, 2,
 AFTER = {0: Layout(2, 1, 1, 2, 3), 1: Layout(4, 2, 1, 2, 0), 2: Layout(2, 1, 2, 1, 1), 3: Layout(4, 1, 4, 1, 2)}
 
 
-def check(launcher: Launcher, folder: Path, recipe: Recipe, before: Layout, after: Layout) -> None:
-    """Saves on one layout, loads on another, and compares the next steps and what they leave."""
-    saved, again = str(folder / "saved"), str(folder / "resaved")
-    launcher.run(before.world, save_after, recipe=recipe, layout=before, folder=saved)
-    truth = unsharded(recipe, before.dp, after.dp)
-    for steps in launcher.run(after.world, load_and_go, recipe=recipe, layout=after, folder=saved, again=again):
-        for got, wanted, limit in ((steps.losses, truth.losses, LOSS), (steps.norms, truth.norms, NORM)):
-            assert all(abs(a - b) <= limit * abs(b) for a, b in zip(got, wanted, strict=True)), (got, wanted)
-    tensors = tensors_of(folder / "resaved" / "again")
-    assert {key for key in tensors if not key.startswith("buffer/")} == set(truth.tensors)
-    for key, reference in truth.tensors.items():
-        error = ((tensors[key] - reference).abs().max() / reference.abs().max().clamp(min=1e-12)).item()
-        assert error <= TENSOR, f"{key} is off by {error:.1e} of its largest entry"
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_adapters(launcher: Launcher, tmp_path: Path, stage: int) -> None:
     """Base, adapters and their moments."""
-    check(launcher, tmp_path, ADAPTED, BEFORE[stage], AFTER[stage])
+    assert_next_steps(launcher, tmp_path, BEFORE[stage], AFTER[stage], ADAPTED)
 
 
 @pytest.mark.parametrize("frozen", ["experts", "dense"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen(launcher: Launcher, tmp_path: Path, stage: int, frozen: str) -> None:
     """Trained routers over frozen experts, and the reverse; each stage goes on at another one."""
-    check(launcher, tmp_path, replace(RECIPE, frozen=frozen), BEFORE[stage], AFTER[stage])
+    assert_next_steps(launcher, tmp_path, BEFORE[stage], AFTER[stage], replace(RECIPE, frozen=frozen))
 
 
 def test_offline_export_says_where_to_turn(launcher: Launcher, tmp_path: Path) -> None:

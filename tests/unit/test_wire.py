@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.cases import WIRE_LAYOUTS
 from ds_etp.topology import Topology
 from ds_etp.wire import (
     PLAN_NAMES,
@@ -18,20 +19,6 @@ from ds_etp.wire import (
     wanted,
 )
 
-# (tp, ep, etp)
-LAYOUTS = [
-    (2, 1, 2),
-    (8, 1, 8),
-    (8, 4, 2),
-    (8, 2, 4),
-    (4, 2, 2),
-    (1, 2, 2),
-    (1, 4, 2),
-    (1, 8, 1),
-    (8, 8, 1),
-    (2, 2, 4),
-    (1, 8, 2),
-]
 OVERLAPPING = [(2, 3, 1), (3, 2, 1), (4, 3, 2), (2, 1, 3)]
 EXPERTS = 64
 TOKENS = 3000  # of each rank of a block: chance moves the mean of so many by less than the 2% allowed
@@ -87,7 +74,7 @@ def counted(plan: str, topology: Topology, per_token: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("per_token", [1, 2, 8])
 @pytest.mark.parametrize("plan", PLAN_NAMES)
-@pytest.mark.parametrize("sizes", LAYOUTS + OVERLAPPING, ids=str)
+@pytest.mark.parametrize("sizes", [*WIRE_LAYOUTS, *OVERLAPPING], ids=str)
 def test_formulas_count_rows(sizes: tuple[int, int, int], plan: str, per_token: int) -> None:
     topology = layout(*sizes)
     if EXPERTS % topology.ep:
@@ -105,7 +92,7 @@ def test_formulas_count_rows(sizes: tuple[int, int, int], plan: str, per_token: 
 def test_half_of_megatrons_rows(per_token: int, least: int, how: str) -> None:
     """At most half of its all-to-all dispatcher in so many of eleven layouts, never above its better one."""
     half = 0
-    for sizes in LAYOUTS:
+    for sizes in WIRE_LAYOUTS:
         topology = layout(*sizes)
         choice = choose_plan(topology, per_token=per_token)
         rows = choice.traffic.total
