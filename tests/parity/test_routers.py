@@ -171,8 +171,8 @@ def first_step_of_different_noise(layout: Layout) -> str:
     recipe = Recipe(dp=layout.dp, changes=JITTER)
     engine = make_engine(recipe, layout)
     torch.manual_seed(dist.get_rank())
-    engine.backward(recipe.compute_loss(engine, recipe.batch(0, 0, dist.get_rank() // layout.tp)))
-    with pytest.raises(ds_etp.ConfigError) as error:
+    with pytest.raises((ds_etp.ConfigError, RuntimeError)) as error:
+        engine.backward(recipe.compute_loss(engine, recipe.batch(0, 0, dist.get_rank() // layout.tp)))
         engine.step()
     engine.destroy()
     return str(error.value)
@@ -180,7 +180,10 @@ def first_step_of_different_noise(layout: Layout) -> str:
 
 @pytest.mark.parametrize("split", [(2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)], ids=str)
 def test_different_noise_on_tensor_parallel_peers(launcher: Launcher, split: tuple[int, int, int]) -> None:
-    """Stopped before the first update, under either plan."""
+    """Stopped before the first update: by the gradients, or in the forward by a plan that sees tokens go elsewhere."""
     layout = four_ranks(split, 1)
     for message in launcher.run(4, first_step_of_different_noise, layout=layout):
-        assert f"tensor_parallel.autotp_size={layout.tp}" in message and "router jitter" in message
+        if split == (2, 2, 2):
+            assert "have routed tokens otherwise than their tensor-parallel peers" in message
+        else:
+            assert f"tensor_parallel.autotp_size={layout.tp}" in message and "router jitter" in message
