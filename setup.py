@@ -51,9 +51,12 @@ setup(
         "pydantic>=2",
         "rich",
         "safetensors",
+        "tqdm",
     ],
     extras_require={
         "dev": pinned(),
+        "chart": ["matplotlib"],  # ds-etp plan --chart
+        "peft": [f"peft>={tested('PEFT_MIN')},{up_to_patches_of(tested('PEFT_MAX'))}"],
         "examples": ["accelerate", "datasets", "matplotlib", "tokenizers", "tqdm"],
     },
     entry_points={"console_scripts": ["ds-etp = ds_etp.cli:main"]},
