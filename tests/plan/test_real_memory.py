@@ -24,6 +24,14 @@ BUCKET = 50_000
 RECIPE = Recipe(changes=CHANGES, optimizer="adamw")
 
 
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    """Workers of its own: what earlier cases of the session's workers left behind would be counted."""
+    pool = Launcher()
+    yield pool
+    pool.close()
+
+
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes by storage: many tensors are views of one flat buffer."""
     return {
