@@ -17,6 +17,7 @@ from rich.table import Table
 from ds_etp.config import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
 from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.host_options import BLOCK, autotp_size, check_host_options
+from ds_etp.log import console_for_tables
 from ds_etp.plan_command import add_plan
 from ds_etp.topology import GroupKind, Topology
 
@@ -152,9 +153,7 @@ def _check_model(
         trust_remote_code=args.trust_remote_code,
         implementation=args.experts_implementation,
     )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    console = console_for_tables(WIDTH)
     # The last row of the layout is the plan as asked for; here it is the one that is taken.
     layout = [*layout_table(topology, block)[:-1], *plan_rows(facts.choices, block)]
     for part in (_table("Layout", ("size", "value"), layout), *report(facts, topology)):

@@ -16,7 +16,8 @@ from torch import nn
 
 from ds_etp.adapters import ExpertMajorRows, IdentityExperts
 from ds_etp.experts import ShardedExperts
-from ds_etp.layouts import Cut, ExpertsLayout, UnsupportedExperts, apply_cuts
+from ds_etp.layouts import Cut, ExpertsLayout, ParameterLayout, UnsupportedExperts, apply_cuts
+from ds_etp.topology import Topology
 
 # What `use_experts_implementation` says where a transformers release doesn't have the flag yet: what all modules were.
 _FLAG_DEFAULTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
@@ -220,14 +221,12 @@ def _gate_fault(module: Any, intermediate_size: int, concatenated: bool) -> str:
         return ""  # one column can't be split anyway
     generator = torch.Generator(device="cpu").manual_seed(0)
     gate_up = 3 * torch.randn(4, 2 * columns, generator=generator, device="cpu")
+    layout, halves = ParameterLayout((4, 2 * columns), dim=1, parts=2 if concatenated else 1), Topology(2, etp=2)
     try:
         with torch.no_grad():
             whole = module._apply_gate(gate_up)
             for half in range(2):
-                if concatenated:
-                    own = torch.cat([part.chunk(2, -1)[half] for part in gate_up.chunk(2, -1)], -1)
-                else:
-                    own = gate_up.chunk(2, -1)[half]
+                own = layout.shard(gate_up, halves, 0, half)
                 # Vectorized functions round the ends of rows in another way than their middle.
                 if not torch.allclose(module._apply_gate(own), whole.chunk(2, -1)[half], rtol=1e-4, atol=1e-5):
                     return "its gate function (_apply_gate) gives something else on a part of the columns"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def logger() -> logging.Logger:
@@ -16,6 +20,16 @@ def logger() -> logging.Logger:
         log.setLevel(logging.INFO)
         log.propagate = False
     return log
+
+
+def console_for_tables(width: int) -> Console:
+    """A console as wide as the terminal, or `width` where there is none: rich would take it to be 80 wide."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = width
+    return console
 
 
 def log_table(title: str, rows: Iterable[tuple[str, str]]) -> None:

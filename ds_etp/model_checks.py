@@ -51,16 +51,21 @@ def checked_layouts(
     check_adapters(model, layouts)
     check_split_layers(model, topology.tp, ds_config)
     for path, layout in layouts.items():
-        block_config.check_layer(
-            topology,
-            path,
-            num_experts=layout.num_experts,
-            intermediate_size=layout.intermediate_size,
-            spare_experts=layout.spare_experts,
-        )
+        check_divisible(topology, path, layout)
         size = itemsize or next(modules[path].parameters()).element_size()
         check_alignment(path, modules[path], layout, topology, size)
     return layouts
+
+
+def check_divisible(topology: Topology, path: str, layout: ExpertsLayout) -> None:
+    """Refuses sizes that don't divide one experts module; see `config.check_layer`."""
+    block_config.check_layer(
+        topology,
+        path,
+        num_experts=layout.num_experts,
+        intermediate_size=layout.intermediate_size,
+        spare_experts=layout.spare_experts,
+    )
 
 
 def chosen_plans(

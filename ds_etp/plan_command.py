@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ds_etp.errors import ConfigError
+from ds_etp.log import console_for_tables
 from ds_etp.planner.advice import explain
 from ds_etp.planner.configs import read_facts
 from ds_etp.planner.hardware import Hardware, check_hardware, parse_bytes, with_links
 from ds_etp.planner.model import ModelFacts
 from ds_etp.planner.ranking import STAGES, Proposal, ds_config, rank_layouts
 
-# Of the tables where the output is no terminal, which rich takes to be 80 wide.
+# Of the tables where the output is no terminal.
 _PIPED_WIDTH = 120
 
 
@@ -65,9 +65,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.choose > len(proposals):
         raise ConfigError(f"--choose {args.choose}: there are {len(proposals)} layouts.")
     shown, chosen = proposals[: args.top], proposals[args.choose - 1]
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    console = console_for_tables(_PIPED_WIDTH)
     console.print(_ranked(facts, hardware, proposals, shown))
     console.print(_memory(chosen, args.choose))
     console.print(_time(chosen, hardware, args.choose))

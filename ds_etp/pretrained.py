@@ -21,6 +21,7 @@ from ds_etp.extension import register
 from ds_etp.families import find_experts, read_layout
 from ds_etp.host_options import autotp_size, check_host_options
 from ds_etp.loading.unread import leave_unread
+from ds_etp.model_checks import check_divisible
 from ds_etp.patches.exports import as_dtype
 from ds_etp.patches.loading_slices import left_in_files
 from ds_etp.topology import Topology
@@ -93,13 +94,7 @@ def from_pretrained(
             raise CheckpointError(f"its files don't hold {', '.join(names[:4])}{more} of {type(model).__name__}")
     layouts = {experts: read_layout(experts, module) for experts, module in find_experts(model).items()}
     for experts, layout in layouts.items():
-        block_config.check_layer(
-            topology,
-            experts,
-            num_experts=layout.num_experts,
-            intermediate_size=layout.intermediate_size,
-            spare_experts=layout.spare_experts,
-        )
+        check_divisible(topology, experts, layout)
     leave_unread(model, layouts, progress=progress)
     return model
 
