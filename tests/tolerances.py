@@ -11,6 +11,9 @@ LOSS = 1e-6
 NORM = 1e-6
 # A single small entry of a gradient can cancel, so tensors are measured against their largest entry.
 TENSOR = 1e-5
+# A gradient that is zero but for rounding (attention's, of a single token) has no digits to compare: it has to stay
+# that small. Ten roundings of the whole gradient.
+NOISE = 6e-7
 
 
 def assert_equal_runs(run: Run, oracle: Run, *, loss: float = LOSS, norm: float = NORM, tensor: float = TENSOR) -> None:
@@ -26,9 +29,12 @@ def assert_equal_runs(run: Run, oracle: Run, *, loss: float = LOSS, norm: float 
             )
     for kind, got, wanted in (("gradient", run.grads, oracle.grads), ("weight", run.weights, oracle.weights)):
         assert set(got) == set(wanted), set(got) ^ set(wanted)
+        noise = NOISE * torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
         for name, reference in wanted.items():
             assert got[name].shape == reference.shape, f"{kind} of {name}: {got[name].shape}, not {reference.shape}"
             largest = reference.abs().max().clamp(min=1e-12)
+            if max(largest, got[name].abs().max()) <= noise:
+                continue
             error = ((got[name] - reference).abs().max() / largest).item()
             assert error <= tensor, f"{kind} of {name} is off by {error:.1e} of its largest entry"
             assert torch.isfinite(got[name]).all()

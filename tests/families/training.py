@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ds_etp
 from ds_etp.experts import sharded_modules
-from tests.families.discover import Family, family
+from tests.families.discover import Family, families, family
 from tests.families.tiny import compute_loss, make_batch, make_tiny
 from tests.oracle import Recipe, Run
 from tests.sharded import Layout, ds_config, full_tensors, gradient, weight
@@ -21,13 +21,16 @@ from tests.tolerances import LOSS, NORM
 BATCHES = 4
 STEPS = 2
 CLIP = 0.5
-# (ranks, etp, ep, ZeRO stage) by experts implementation.
-SPLITS = {
-    "eager": [(2, 2, 1, 1), (4, 2, 2, 3)],
-    "grouped_mm": [(2, 2, 1, 0), (4, 2, 2, 2)],
-}
+# (ranks, etp, ep, ZeRO stage) by experts implementation. Families take turns: each is split inside under one
+# implementation, inside and among ranks under the other; those with one implementation are split in both ways.
+SPLITS = (
+    {"eager": [(2, 2, 1, 1)], "grouped_mm": [(4, 2, 2, 2)]},
+    {"eager": [(4, 2, 2, 3)], "grouped_mm": [(2, 2, 1, 0)]},
+)
+UNDECORATED = {"eager": [(2, 2, 1, 1), (4, 2, 2, 3)]}
 # fp32, against the tensor's largest entry or a thousandth of the whole gradient: some gradients are sums that cancel.
-TENSOR = 1e-5
+# How these round differs between processors too: by 1.2e-5 from one to another.
+TENSOR = 2e-5
 FLOOR = 1e-3
 # Parameters that rounding moves by more, in one process too: after weights were moved by 1e-7, the gradient was off by
 # this much. By family: a pattern of names, and limits for them and for the norm.
@@ -103,9 +106,8 @@ def compare(name: str) -> list[str]:
     kind = family(name)
     ds_etp.register()
     faults = []
-    for implementation, splits in SPLITS.items():
-        if implementation != "eager" and not kind.decorated:
-            continue
+    turn = SPLITS[families().index(kind) % len(SPLITS)]
+    for implementation, splits in (turn if kind.decorated else UNDECORATED).items():
         for world, etp, ep, stage in splits:
             if world != dist.get_world_size():
                 continue

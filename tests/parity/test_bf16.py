@@ -1,6 +1,8 @@
 """bf16: as close to the fp32 truth as plain DeepSpeed bf16 data parallelism is, within a factor of two.
 
-The factor is for luck: both runs round differently, and a maximum over few entries scatters.
+The factor is for luck: both runs round differently, and a maximum over few entries scatters. Every token takes every
+expert: with fewer, rounding decides now and then which one is second best, and a single token that goes elsewhere is
+an error of ten percent, in whichever run it happens.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from tests.oracle import Recipe, Run, train_unsharded
 from tests.sharded import Layout, train
 
 FACTOR = 2.0
+EVERY_EXPERT = (("num_experts_per_tok", 4),)
 FP32_ACCUMULATION = (("data_types", {"grad_accum_dtype": "fp32"}),)
 
 FP32_MERGES = (("expert_tensor_parallel", {"reduce_dtype": "fp32"}),)
@@ -47,7 +50,7 @@ def test_bf16(
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dtype="bf16", extra=extra)
     others = tuple(item for item in extra if item[0] != "expert_tensor_parallel")
     plain = Layout(world=layout.dp, stage=stage, dtype="bf16", with_block=False, extra=others)
-    recipe = Recipe(dp=layout.dp, optimizer="sgd")
+    recipe = Recipe(dp=layout.dp, optimizer="sgd", changes=EVERY_EXPERT)
     truth = train_unsharded(recipe)
     got = errors(launcher.run(4, train, recipe=recipe, layout=layout)[0], truth)
     allowed = errors(launcher.run(plain.world, train, recipe=recipe, layout=plain)[0], truth)

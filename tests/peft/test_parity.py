@@ -13,7 +13,7 @@ from ds_etp.errors import ConfigError
 from tests.launcher import Launcher
 from tests.models import make_batch
 from tests.oracle import Run, train_unsharded
-from tests.parity.test_bf16 import FACTOR, errors
+from tests.parity.test_bf16 import EVERY_EXPERT, FACTOR, errors
 from tests.peft.models import ATTENTION, BOTH, DOWN, EXPERTS, GATE_UP, ONLY_ATTENTION, ONLY_DOWN, LoraRecipe
 from tests.sharded import Layout, make_engine, run_steps, train
 from tests.tolerances import assert_equal_runs
@@ -124,7 +124,7 @@ def test_bf16(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> No
     """As close to the fp32 truth as plain DeepSpeed with the same adapters is."""
     tp, etp, ep = split
     layout = Layout(4, tp, etp, ep, stage, dtype="bf16")
-    recipe = replace(BOTH, dp=layout.dp, steps=3)
+    recipe = replace(BOTH, dp=layout.dp, steps=3, changes=EVERY_EXPERT)
     truth = adapters_of(train_unsharded(recipe))
     plain = Layout(layout.dp, stage=stage, dtype="bf16", with_block=False)
     got = errors(adapters_of(launcher.run(4, train, recipe=recipe, layout=layout)[0]), truth)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launcher import Launcher
 from tests.oracle import train_unsharded
-from tests.parity.test_bf16 import FACTOR, errors
+from tests.parity.test_bf16 import EVERY_EXPERT, FACTOR, errors
 from tests.sequence.runs import Sequences, train
 from tests.sharded import Layout
 
@@ -19,7 +19,7 @@ def test_bf16(launcher: Launcher, stage: int, tp: int) -> None:
     """Losses, norms, gradients and weights of four clipped steps."""
     layout = Layout(world=4, tp=tp, sp=2, etp=2, ep=2, stage=stage, dtype="bf16")
     plain = Layout(world=layout.dp, stage=stage, dtype="bf16", with_block=False)
-    recipe = Sequences(dp=layout.dp)
+    recipe = Sequences(dp=layout.dp, changes=(*Sequences().changes, *EVERY_EXPERT))
     truth = train_unsharded(recipe)
     got = errors(launcher.run(4, train, recipe=recipe, layout=layout)[0], truth)
     allowed = errors(launcher.run(plain.world, train, recipe=recipe, layout=plain)[0], truth)
