@@ -162,7 +162,7 @@ def _refuse_unread(model: nn.Module) -> None:
 def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
     check = partial(checked_layouts, model, topology, engine._config._param_dict, itemsize=2 if half else None)
-    return checked_stages(model, partial(check, is_stage=True)) if engine.pipeline_parallelism else check()
+    return checked_stages(engine, model, partial(check, is_stage=True)) if engine.pipeline_parallelism else check()
 
 
 def _ranks_per_node(device: torch.device) -> int:

@@ -108,11 +108,14 @@ def _sequence_ranks(engine: Any) -> int:
     return max(int(named), dist.get_world_size(group) if group is not None else 1)
 
 
-def checked_stages(module: Any, check: Callable[[], Mapping[str, ExpertsLayout]]) -> dict[str, ExpertsLayout]:
+def checked_stages(
+    engine: Any, module: nn.Module, check: Callable[[], Mapping[str, ExpertsLayout]]
+) -> dict[str, ExpertsLayout]:
     """A stage's layouts, once every stage's are known to fit. Collective over the world.
 
     Args:
-        module: the `PipelineModule`.
+        engine: a PipelineEngine in the making.
+        module: its `PipelineModule`.
         check: gives this rank's layouts, without collectives.
 
     Raises:
@@ -122,7 +125,7 @@ def checked_stages(module: Any, check: Callable[[], Mapping[str, ExpertsLayout]]
     failure: Exception | None = None
     try:
         layouts = check()
-        _check_stage(module, layouts)
+        _check_stage(engine, module, layouts)
     except Exception as error:
         failure = error
     answers = everyone((len(layouts), None if failure is None else str(failure)))
@@ -139,7 +142,7 @@ def checked_stages(module: Any, check: Callable[[], Mapping[str, ExpertsLayout]]
     return dict(layouts)
 
 
-def _check_stage(module: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> None:
+def _check_stage(engine: Any, module: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> None:
     for path in layouts:
         if path.startswith("tied_modules."):
             raise config_error(
@@ -156,6 +159,15 @@ def _check_stage(module: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> Non
             "has layers of ds_etp.from_pretrained, whose experts are not read",
             where=path,
             works="layers of a model that transformers' own from_pretrained has loaded",
+        )
+    trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
+    if trains and not any(parameter.requires_grad for parameter in module.parameters()):
+        raise config_error(
+            "PipelineModule",
+            type(module).__name__,
+            f"has no parameter that is trained in stage {engine.mpu.get_stage_id()}, and DeepSpeed makes no optimizer "
+            "of none",
+            works="a partition of layers with some in each stage",
         )
 
 

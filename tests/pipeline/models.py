@@ -16,7 +16,7 @@ class Embedding(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach().clone())
+        self.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)

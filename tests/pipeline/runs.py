@@ -47,8 +47,9 @@ def make_engine(recipe: Recipe, pipeline: Pipeline, **arguments: Any) -> Any:
     """A PipelineEngine with the recipe's model, ds_etp registered."""
     ds_etp.register()
     module = make_pipeline(recipe.model(), pipeline.stages, pipeline.cuts, pipeline.interval)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     config = ds_config(recipe, pipeline.layout)
-    engine, *_ = deepspeed.initialize(model=module, config=config, **arguments)
+    engine, *_ = deepspeed.initialize(model=module, config=config, model_parameters=trained, **arguments)
     return engine
 
 

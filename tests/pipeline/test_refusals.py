@@ -37,6 +37,13 @@ def _odd_stage() -> Any:
     return make_pipeline(model, 2)
 
 
+def _idle_stage() -> Any:
+    model = _model().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.experts.requires_grad_(True)
+    return make_pipeline(model, 2, cuts=(3,))
+
+
 def _bare(cls: Any = PipelineModule, **arguments: Any) -> Any:
     model = _model()
     return cls([model.model.embed_tokens, model.model.norm, model.lm_head, model.model.norm], **arguments)
@@ -57,6 +64,7 @@ _WITH_MODEL = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "one stage": (_odd_stage, {}, "etp_size=2 cannot shard 2.layer.mlp.experts: intermediate size 17"),
     "no experts": (lambda: _bare(num_stages=2), {}, "found no routed experts in any stage"),
+    "nothing to train": (_idle_stage, {}, "has no parameter that is trained in stage 1"),
     "tied experts": (_tied_experts, {}, "TiedLayerSpec='both' holds experts"),
     "pp in tiling": (_pipeline, {"expert_tensor_parallel": {"etp_size": 4}}, "etp 4 x ep 1 x pp 2 = 8 does not divide"),
     "ZeRO-2": (_pipeline, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2 is incompatible"),
