@@ -60,6 +60,7 @@ def _tied_experts() -> Any:
 
 _TRANSPOSED = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
 _WITH_MODEL = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+TP2 = {"tensor_parallel": {"autotp_size": 2}}
 # What is built, what is changed in the config, and what the message says.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "one stage": (_odd_stage, {}, "etp_size=2 cannot shard 2.layer.mlp.experts: intermediate size 17"),
@@ -68,14 +69,15 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "tied experts": (_tied_experts, {}, "TiedLayerSpec='both' holds experts"),
     "pp in tiling": (_pipeline, {"expert_tensor_parallel": {"etp_size": 4}}, "etp 4 x ep 1 x pp 2 = 8 does not divide"),
     "ZeRO-2": (_pipeline, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2 is incompatible"),
-    "tensor parallel": (
-        _pipeline,
-        {"tensor_parallel": {"autotp_size": 2}},
-        "tensor_parallel.autotp_size=2 does not work",
+    "no axis for tp": (_pipeline, TP2, "Values that work: PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)"),
+    "no plan for tp": (
+        lambda: _bare(topology=_WITH_MODEL),
+        TP2,
+        "autotp_size=2 needs to know how the pipeline's dense",
     ),
     "Ulysses": (_pipeline, {"sequence_parallel_size": 2}, "sequence parallel size=2 does not work"),
     "transposed": (lambda: _bare(topology=_TRANSPOSED), {}, "ProcessTopology' does not lay ranks out"),
-    "model axis": (lambda: _bare(topology=_WITH_MODEL), {}, "PipeModelDataParallelTopology' does not lay ranks out"),
+    "no tp": (lambda: _bare(topology=_WITH_MODEL), {}, "PipeModelDataParallelTopology' does not lay ranks out"),
     "two stages a rank": (lambda: _bare(DualPipeVModule, num_stages=2), {}, "DualPipeVEngine' was not tried"),
 }
 
