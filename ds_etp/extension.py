@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ds_etp.loading.reader import ShardReader
 from ds_etp.loading.unread import is_unread, unread_modules, with_progress
 from ds_etp.log import log_table
 from ds_etp.model_checks import checked_layouts, chosen_plans, plan_rows
-from ds_etp.patches import optimizers, overrides, sequence, sequence_tp
+from ds_etp.patches import optimizers, overrides, sequence, sequence_tp, stage_tp
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
@@ -33,9 +34,12 @@ from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
 from ds_etp.patches.leaves import give_inputs_gradients
 from ds_etp.patches.loading import loading_patches
+from ds_etp.patches.own_saves import refuse_stage_files
 from ds_etp.patches.peft import check_same_adapters, plain_path, split_adapters
 from ds_etp.patches.peft_autotp import adapters_split_with_layers
 from ds_etp.patches.replicas import check_first_gradients
+from ds_etp.patches.stage_norms import count_every_stage
+from ds_etp.patches.stages import checked_stages, forget_grid, gathered_choices, stage_count
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
@@ -50,9 +54,10 @@ class Extension:
     Attributes:
         block: the config block.
         topology: the sizes it came to.
-        layouts: the layout of each experts module, by path; empty until the model is known.
+        layouts: the layout of each experts module of this rank's stage, by path; empty until the model is known.
         groups: the process groups; None until the model is sharded.
         choices: the plan of each experts module, by path, and what it moves; empty until the model is sharded.
+        checked: whether the model is known, and its layouts with it.
     """
 
     block: ExpertTensorParallelConfig
@@ -60,6 +65,7 @@ class Extension:
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
     groups: ExpertGroups | None = None
     choices: dict[str, Choice] = field(default_factory=dict)
+    checked: bool = False
 
 
 class _Events:
@@ -75,9 +81,10 @@ class _Events:
         tp = max(engine.autotp_size(), 1)
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
+        pp = stage_count(engine)
         cp = _context_size(engine)
         check_sequence_version(cp)
-        topology = block_config.resolve(block, world=world, tp=tp, cp=cp)
+        topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         block_config.check_plan(block, topology)
         check_name(topology)
         engine.ds_etp = Extension(block, topology)
@@ -89,11 +96,16 @@ class _Events:
         if extension is None:
             yield
             return
-        extension.layouts = _checked_layouts(engine, model, extension.topology)
+        _check_model(engine, model, extension)
         if extension.topology.cp > 1:
             sequence_tp.check_heads(model, extension.topology)
         paths = [plain_path(path) for path in extension.layouts]
-        with plan_without_experts(model, paths), frozen_left_alone(model), adapters_split_with_layers(model):
+        with (
+            stage_tp.plan_of_layers(model) if engine.pipeline_parallelism else nullcontext(),
+            plan_without_experts(model, paths),
+            frozen_left_alone(model),
+            adapters_split_with_layers(model),
+        ):
             yield
 
     def on_model(self, engine: Any, model: nn.Module) -> None:
@@ -102,18 +114,23 @@ class _Events:
         if extension is None:
             _refuse_unread(model)
             return
-        if not extension.layouts:
-            extension.layouts = _checked_layouts(engine, model, extension.topology)
+        _check_model(engine, model, extension)
         if extension.topology.tp > 1 and extension.topology.cp > 1:
             sequence_tp.lay_out_sequences(engine, model, extension.topology)
-        extension.groups = groups = ExpertGroups(extension.topology)
+        if extension.topology.tp > 1 and engine.pipeline_parallelism:
+            stage_tp.keep_stages(engine, model)
+        pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
+        extension.groups = groups = ExpertGroups(extension.topology, pipeline)
         overrides.on_destroy(engine, groups.destroy)
+        if engine.pipeline_parallelism:
+            overrides.on_destroy(engine, partial(forget_grid, engine))
+            refuse_stage_files(model)
         per_node = _ranks_per_node(engine.device)
         extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
         reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
-        engine.has_moe_layers = True
+        engine.has_moe_layers = bool(extension.layouts)
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
         _log(extension)
@@ -126,14 +143,9 @@ def _extension(engine: Any) -> Extension | None:
 
 
 def _context_size(engine: Any) -> int:
-    """cp; refuses the other axes."""
+    """cp; refuses an mpu of the caller's."""
     if engine.pipeline_parallelism:
-        raise config_error(
-            "expert_tensor_parallel",
-            "enabled",
-            "does not work with PipelineModule yet",
-            works="a model without pipeline",
-        )
+        return 1
     cp = sequence.sequence_parallel_size(engine)
     if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
         raise config_error(
@@ -155,9 +167,18 @@ def _refuse_unread(model: nn.Module) -> None:
         )
 
 
-def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
+def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
+    """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
+    if extension.checked:
+        return
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
-    return checked_layouts(model, topology, engine._config._param_dict, itemsize=2 if half else None)
+    raw, topology = engine._config._param_dict, extension.topology
+    check = partial(checked_layouts, model, topology, raw, itemsize=2 if half else None)
+    if engine.pipeline_parallelism:
+        extension.layouts = checked_stages(engine, model, partial(check, is_stage=True), topology.tp)
+    else:
+        extension.layouts = check()
+    extension.checked = True
 
 
 def _ranks_per_node(device: torch.device) -> int:
@@ -209,6 +230,8 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     stage = int(engine.zero_optimization_stage())
     if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         optimizers.give_true_norm_at_stage_0(engine, groups)
+    if groups.topology.pp > 1:
+        overrides.after_optimizer(engine, lambda: count_every_stage(engine, groups))
     if groups.topology.cp > 1:
         sequence.average_over_all_ranks(engine)
         overrides.after_optimizer(engine, lambda: sequence.average_in_optimizer(engine))
@@ -218,12 +241,15 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
 
 
 def _log(extension: Extension) -> None:
+    topology, block = extension.topology, extension.block
+    choices = list(extension.choices.values())
+    if topology.pp > 1:
+        choices = gathered_choices(choices, topology)
     if dist.get_rank() != 0:
         return
-    topology, block = extension.topology, extension.block
     rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
-    rows.extend(plan_rows(extension.choices.values(), block))
-    rows.append(("experts modules", str(len(extension.layouts))))
+    rows.extend(plan_rows(choices, block))
+    rows.append(("experts modules", str(len(choices))))
     log_table("expert tensor parallelism", rows)
 
 
