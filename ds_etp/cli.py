@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_etp.config import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
+from ds_etp.config_file import read_config_file
 from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.host_options import BLOCK, autotp_size, check_host_options
 from ds_etp.log import console_for_tables
@@ -116,7 +117,7 @@ def _topology(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    ds_config = _read(args.config)
+    ds_config = read_config_file(args.config)
     block = parse_block(ds_config)
     if block is None:
         if BLOCK not in ds_config:
@@ -171,26 +172,6 @@ def _export(args: argparse.Namespace) -> int:
     rows = [(name, f"{(args.out / name).stat().st_size:,}") for name in files]
     Console(highlight=False).print(_table(str(args.out), ("file", "bytes"), rows))
     return 0
-
-
-def _read(path: Path) -> Mapping[str, object]:
-    """The config as DeepSpeed reads it: Hjson (JSON with comments), a key given twice is an error."""
-    import hjson  # type: ignore[import-untyped]  # comes with DeepSpeed
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{path}: key {key!r} is given twice.")
-        return dict(pairs)
-
-    try:
-        ds_config: object = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except (hjson.HjsonDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(ds_config, dict):
-        raise ConfigError(f"{path} does not hold a JSON object.")
-    return ds_config
 
 
 def _places(topology: Topology, kind: GroupKind) -> dict[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_etp import config as block_config
 from ds_etp.checkpoint.agree import agreed
+from ds_etp.config_file import read_config_file
 from ds_etp.errors import CheckpointError, config_error
 from ds_etp.extension import register
 from ds_etp.families import find_experts, read_layout
@@ -72,7 +72,7 @@ def from_pretrained(
         ConfigError: a setting that can't work with this model.
         CheckpointError: weights are missing, damaged or of another shape; on every rank alike.
     """
-    raw = _as_config(ds_config)
+    raw = ds_config if isinstance(ds_config, Mapping) else read_config_file(ds_config)
     wanted = None if dtype == "auto" else as_dtype(dtype)
     arguments: dict[str, Any] = {**model_kwargs, **({} if wanted is None else {"dtype": wanted})}
     block = block_config.parse_block(raw)
@@ -97,18 +97,6 @@ def from_pretrained(
         check_divisible(topology, experts, layout)
     leave_unread(model, layouts, progress=progress)
     return model
-
-
-def _as_config(ds_config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    if isinstance(ds_config, Mapping):
-        return ds_config
-    try:
-        raw = json.loads(Path(ds_config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise config_error("ds_config", str(ds_config), f"is not a file with a DeepSpeed config: {error}") from error
-    if not isinstance(raw, dict):
-        raise config_error("ds_config", str(ds_config), "holds no JSON object")
-    return raw
 
 
 def _checked_topology(

@@ -23,6 +23,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "wire": 0,
     "host_options": 1,
     "config": 1,
+    "config_file": 1,
     "planner": 1,
     "diagram": 1,
     "groups": 2,
