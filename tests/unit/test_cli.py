@@ -90,10 +90,18 @@ def test_check_prints_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_check_takes_the_axes_the_file_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config_file(tmp_path, {"expert_tensor_parallel": {"etp_size": 2}})
-    assert main(["check", path, "--gpus", "16", "--cp", "2", "--pp", "4"]) == 0
-    table = rows(capsys.readouterr().out)
-    assert ["dp", "2"] in table
-    assert ["edp", "2"] in table
+    for axis, dp, edp in (("cp", "4", "8"), ("pp", "4", "2")):
+        assert main(["check", path, "--gpus", "16", f"--{axis}", "4"]) == 0
+        table = rows(capsys.readouterr().out)
+        assert [axis, "4"] in table
+        assert ["dp", dp] in table
+        assert ["edp", edp] in table
+
+
+def test_check_refuses_axes_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config_file(tmp_path, {"zero_optimization": {"stage": 3}, "expert_tensor_parallel": {}})
+    assert main(["check", path, "--gpus", "16", "--pp", "4"]) == 2
+    assert "zero_optimization.stage=3 does not work with pipeline parallel size 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
