@@ -1,6 +1,6 @@
 """The `ds-etp` command. Runs on any machine: no GPU; no torch and no DeepSpeed but for `export` and `check --model`.
 
-A subcommand is one function, added in `_parser`; whatever only it needs is imported inside it.
+A subcommand is one function, added in `make_parser`; whatever only it needs is imported inside it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0, or 2 with a message on stderr when the sizes, the config or the checkpoint cannot work.
     """
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         code: int = args.run(args)
     except (ConfigError, CheckpointError, OSError) as error:
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line: a subcommand sets `run`, a function of the parsed arguments that returns the exit code."""
     parser = argparse.ArgumentParser(prog="ds-etp", description="Expert tensor parallelism for DeepSpeed: layouts.")
     commands = parser.add_subparsers(required=True, metavar="command")
 
