@@ -2,7 +2,7 @@
 # make test    lint, then every test
 # make lint    ruff and mypy
 # make compat  parity tests at the corners of the supported range, in environments of their own (slow, by hand)
-# make docs    write docs/models.md anew, from the installed transformers
+# make docs    write docs/models.md anew, from the installed transformers, and draw docs/pictures/ anew
 # make bench   measure traffic, time, memory and growth on this machine's CPU into benchmarks/results.md (slow, by hand)
 # make clean   remove what the above leave behind, except the virtual environment
 #
@@ -78,6 +78,7 @@ compat:
 
 docs: $(STAMP)
 	$(BIN)/python -m tests.families.table
+	$(BIN)/python -m tests.docs.pictures
 
 bench: $(COMPILED)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -1,6 +1,6 @@
 """The `ds-etp` command. Runs on any machine: no GPU; no torch and no DeepSpeed but for `export` and `check --model`.
 
-A subcommand is one function, added in `_parser`; whatever only it needs is imported inside it.
+A subcommand is one function, added in `make_parser`; whatever only it needs is imported inside it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ds_etp.axes import check_axes
 from ds_etp.config import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
+from ds_etp.config_file import read_config_file
 from ds_etp.errors import CheckpointError, ConfigError
-from ds_etp.host_options import BLOCK, autotp_size, check_host_options
+from ds_etp.host_options import BLOCK, autotp_size, check_host_options, zero_stage
 from ds_etp.log import console_for_tables
 from ds_etp.plan_command import add_plan
 from ds_etp.topology import GroupKind, Topology
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0, or 2 with a message on stderr when the sizes, the config or the checkpoint cannot work.
     """
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         code: int = args.run(args)
     except (ConfigError, CheckpointError, OSError) as error:
@@ -52,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line: a subcommand sets `run`, a function of the parsed arguments that returns the exit code."""
     parser = argparse.ArgumentParser(prog="ds-etp", description="Expert tensor parallelism for DeepSpeed: layouts.")
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -116,7 +119,7 @@ def _topology(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    ds_config = _read(args.config)
+    ds_config = read_config_file(args.config)
     block = parse_block(ds_config)
     if block is None:
         if BLOCK not in ds_config:
@@ -128,6 +131,7 @@ def _check(args: argparse.Namespace) -> int:
     check_host_options(ds_config, args.gpus)
     topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
     check_plan(block, topology)
+    check_axes(topology, zero_stage(ds_config))
     if args.model is not None:
         return _check_model(args, ds_config, topology, block)
     Console(highlight=False).print(_table("Layout", ("size", "value"), layout_table(topology, block)))
@@ -171,26 +175,6 @@ def _export(args: argparse.Namespace) -> int:
     rows = [(name, f"{(args.out / name).stat().st_size:,}") for name in files]
     Console(highlight=False).print(_table(str(args.out), ("file", "bytes"), rows))
     return 0
-
-
-def _read(path: Path) -> Mapping[str, object]:
-    """The config as DeepSpeed reads it: Hjson (JSON with comments), a key given twice is an error."""
-    import hjson  # type: ignore[import-untyped]  # comes with DeepSpeed
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{path}: key {key!r} is given twice.")
-        return dict(pairs)
-
-    try:
-        ds_config: object = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except (hjson.HjsonDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(ds_config, dict):
-        raise ConfigError(f"{path} does not hold a JSON object.")
-    return ds_config
 
 
 def _places(topology: Topology, kind: GroupKind) -> dict[int, int]:

@@ -15,6 +15,7 @@ from deepspeed.utils import groups as host_groups
 from torch import nn
 
 from ds_etp import config as block_config
+from ds_etp.axes import check_axes
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
@@ -85,6 +86,7 @@ class _Events:
         cp = _context_size(engine)
         check_sequence_version(cp)
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
+        check_axes(topology, int(engine.zero_optimization_stage()))
         block_config.check_plan(block, topology)
         check_name(topology)
         engine.ds_etp = Extension(block, topology)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_etp.axes import check_stages
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.families import is_decorated
@@ -20,7 +21,7 @@ from ds_etp.model_checks import checked_layouts, chosen_plans
 from ds_etp.patches.autotp import DensePlan, dense_plan
 from ds_etp.patches.experts_interface import PER_TOKEN_NAMES
 from ds_etp.patches.meta_models import build_on_meta, read_config
-from ds_etp.patches.versions import check_host_versions
+from ds_etp.patches.versions import check_host_versions, check_sequence_version
 from ds_etp.topology import Topology
 from ds_etp.wire import Choice, tokens_are_replicated
 
@@ -105,6 +106,8 @@ def inspect(
     check_host_versions(stage, topology.tp)
     config = read_config(source, trust_remote_code=trust_remote_code)
     model = build_on_meta(config, source, trust_remote_code=trust_remote_code, implementation=implementation)
+    check_sequence_version(topology.cp)
+    check_stages(topology, getattr(config.get_text_config(), "num_hidden_layers", topology.pp))
     half = half_dtype(ds_config)
     layouts = checked_layouts(model, topology, ds_config, itemsize=2 if half else None)
     first = next(model.get_submodule(next(iter(layouts))).parameters())
@@ -194,6 +197,15 @@ def _notes(model: Any, layouts: Iterable[str], topology: Topology, dense: DenseP
         yield "Dense layers are split by the config's own tensor_parallel.partition_config or preset_model."
     elif not dense.entries:
         yield "The model has no tp_plan: AutoTP splits its dense layers by rules of its own."
+    if topology.pp > 1:
+        yield (
+            f"Of all {topology.pp} pipeline stages together: a stage holds the layers that PipelineModule gives it. "
+            "See each stage's memory: ds-etp plan --pp."
+        )
+    if topology.cp > 1:
+        yield f"Sequences have to be as long as a multiple of cp {topology.cp}."
+        if getattr(model.config.get_text_config(), "head_dim", 0) is None:
+            yield "Set config.head_dim to a number before Ulysses is registered: it is None, which Ulysses can't read."
     owners = [id(parameter) for path in layouts for parameter in model.get_submodule(path).parameters()]
     if len(set(owners)) < len(owners):
         yield "Some experts modules share their weights: the totals count them once."

@@ -17,6 +17,7 @@ from ds_etp.layouts import ExpertsLayout
 from ds_etp.patches.experts_interface import check_alignment, experts_per_token, refuse_split_model
 from ds_etp.patches.peft import check_adapters
 from ds_etp.patches.peft_autotp import check_split_layers
+from ds_etp.patches.sequence import check_sequences
 from ds_etp.topology import Topology
 from ds_etp.wire import Choice, choose_plan
 
@@ -53,6 +54,7 @@ def checked_layouts(
             f"found no routed experts in {type(model).__name__}",
             works="false, or a mixture-of-experts model of transformers",
         )
+    check_sequences(model, topology)
     layouts = {path: read_layout(path, module) for path, module in modules.items()}
     check_adapters(model, layouts)
     check_split_layers(model, topology.tp, ds_config)

@@ -12,7 +12,7 @@ from ds_etp.planner.model import ModelFacts
 from ds_etp.planner.ranking import Proposal
 
 _TIMES = {"dense": "attention, dense", "experts": "experts", "dispatch": "tokens to experts", "attention": "AutoTP"}
-_TIMES |= {"data": "data parallel"}
+_TIMES |= {"context": "Ulysses", "pipe": "pipeline messages", "bubble": "pipeline bubble", "data": "data parallel"}
 
 
 def draw(path: Path, facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]) -> None:
@@ -42,6 +42,7 @@ def draw(path: Path, facts: ModelFacts, hardware: Hardware, proposals: Sequence[
                 getattr(proposal.timing, part) / proposal.timing.tokens * hardware.gpus * 1e6 for proposal in proposals
             ]
             for part, words in _TIMES.items()
+            if any(getattr(proposal.timing, part) for proposal in proposals)
         },
     )
     time.set_xlabel("GPU microseconds a token, estimated")

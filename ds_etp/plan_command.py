@@ -17,8 +17,10 @@ from ds_etp.planner.advice import explain
 from ds_etp.planner.configs import read_facts
 from ds_etp.planner.hardware import Hardware, check_hardware, parse_bytes, with_links
 from ds_etp.planner.model import ModelFacts
-from ds_etp.planner.ranking import STAGES, Proposal, ds_config, rank_layouts
+from ds_etp.planner.ranking import STAGES, Proposal, ds_config, rank_layouts, script_notes
+from ds_etp.planner.timing import EXCHANGES
 
+_SIZES = "up to one (4), or a list (1,4; or 4, for that alone); default 1"
 # Of the tables where the output is no terminal.
 _PIPED_WIDTH = 120
 
@@ -32,6 +34,11 @@ def add_plan(commands: Any, size: Callable[[str], int]) -> None:
     plan.add_argument("--nodes", type=size, help="number of machines (default: of 8 GPUs each)")
     plan.add_argument("--seq", type=size, default=4096, help="tokens of a sequence (default 4096)")
     plan.add_argument("--micro-batch", type=size, default=1, help="sequences of a rank's batch (default 1)")
+    plan.add_argument("--cp", type=_sizes, default=(1,), help=f"context parallel (Ulysses) sizes: {_SIZES}")
+    plan.add_argument("--pp", type=_sizes, default=(1,), help=f"pipeline parallel sizes: {_SIZES}")
+    plan.add_argument(
+        "--accumulate", type=size, help="micro batches of a step (default 1, with pipelines 4 for each stage of --pp)"
+    )
     plan.add_argument("--zero", type=int, choices=STAGES, help="ZeRO stage (default: all are tried)")
     plan.add_argument(
         "--link", default="intra=450GB,inter=50GB", help="bytes a second a GPU sends in and out of a node"
@@ -61,15 +68,19 @@ def run_plan(args: argparse.Namespace) -> int:
         micro_batch=args.micro_batch,
         stages=STAGES if args.zero is None else (args.zero,),
         recompute=not args.no_recompute,
+        micro_batches=args.accumulate or _micro_batches(args.pp, args.gpus),
+        cp=args.cp,
+        pp=args.pp,
     )
     if args.choose > len(proposals):
         raise ConfigError(f"--choose {args.choose}: there are {len(proposals)} layouts.")
     shown, chosen = proposals[: args.top], proposals[args.choose - 1]
+    asked = ["tp", *(axis for axis in ("cp", "pp") if max(getattr(args, axis)) > 1)]
     console = console_for_tables(_PIPED_WIDTH)
     console.print(_ranked(facts, hardware, proposals, shown))
     console.print(_memory(chosen, args.choose))
     console.print(_time(chosen, hardware, args.choose))
-    for sentence in explain(facts, hardware, proposals):
+    for sentence in [*explain(facts, hardware, proposals, asked), *script_notes(chosen)]:
         console.print(f"- {sentence}")
     if args.chart:
         from ds_etp.plan_chart import draw
@@ -78,8 +89,24 @@ def run_plan(args: argparse.Namespace) -> int:
         console.print(f"drawn: {args.chart}")
     if args.write:
         args.write.write_text(json.dumps(ds_config(chosen), indent=2) + "\n", encoding="utf-8")
-        console.print(f"written: {args.write}, {chosen.sizes}. Check it: ds-etp check {args.write} --gpus {args.gpus}")
+        axes = "".join(f" --{axis} {size}" for axis, size in chosen.script_axes.items())
+        check = f"ds-etp check {args.write} --gpus {args.gpus}{axes} --model {args.model}"
+        console.print(f"written: {args.write}, {chosen.sizes}. Check it: {check}", soft_wrap=True)
     return 0 if chosen.fits else 1
+
+
+def _sizes(text: str) -> Sequence[int]:
+    """`4` as 1 to 4, `1,4` as those two, `4,` as 4 alone."""
+    parts = [part.strip() for part in text.removesuffix(",").split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size and no list of sizes of at least 1: 4, or 1,4")
+    return range(1, int(text) + 1) if "," not in text else tuple(map(int, parts))
+
+
+def _micro_batches(pp: Sequence[int], gpus: int) -> int:
+    """4 for each stage of the deepest pipeline, so that filling it takes a fifth of the time; 1 without one."""
+    deepest = max((size for size in pp if gpus % size == 0), default=1)
+    return 4 * deepest if deepest > 1 else 1
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
@@ -130,14 +157,19 @@ def _ranked(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
         f"{facts.name}: {facts.parameters / 1e9:,.1f}B parameters, {facts.active_parameters / 1e9:,.1f}B of them a "
         f"token, on {hardware.gpus} GPUs, {hardware.per_node} a node. {len(proposals)} layouts, {fitting} fit"
     )
-    names = ("", "tp", "etp", "ep", "edp", "ZeRO", "plan", "GB", "fits", "rows sent", "GB sent", "s", "tokens/s")
+    micro = shown[0].job.micro_batches
+    title += f". {micro} micro batches a step" if micro > 1 else ""
+    # Only where one of the two was asked for, and works.
+    axes = [axis for axis in ("cp", "pp") if any(axis in proposal.script_axes for proposal in proposals)]
+    names = ("", "tp", *axes, "etp", "ep", "edp", "ZeRO", "plan", "GB", "fits", "rows sent", "GB sent", "s", "tokens/s")
     table = Table(*names, "columns", title=title, title_justify="left", padding=(0, 0))
     for place, proposal in enumerate(shown, 1):
         topology, timing = proposal.topology, proposal.timing
         columns = f"{facts.columns // topology.etp}{'' if proposal.aligned else ' (no grouped_mm)'}"
         table.add_row(
             str(place),
-            *(str(size) for size in (topology.tp, topology.etp, topology.ep, topology.edp, proposal.job.stage)),
+            *(str(getattr(topology, axis)) for axis in ("tp", *axes, "etp", "ep", "edp")),
+            str(proposal.job.stage),
             proposal.choice.plan,
             f"{proposal.memory.peak / 1e9:.1f}",
             "yes" if proposal.fits else "no",
@@ -151,9 +183,11 @@ def _ranked(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
 
 
 def _memory(chosen: Proposal, place: int) -> Table:
-    table = Table(
-        "GB", "what", "why", title=f"Memory of a rank in layout {place}: {chosen.sizes}", title_justify="left"
-    )
+    title = f"Memory of a rank in layout {place}: {chosen.sizes}"
+    if chosen.topology.pp > 1:
+        title += f". The fullest stage is {chosen.memory.stage} of 0 to {chosen.topology.pp - 1}, with "
+        title += f"{chosen.memory.layers} layers"
+    table = Table("GB", "what", "why", title=title, title_justify="left")
     for line in chosen.memory.lines:
         when = {"always": "", "backward": " (in backward)", "step": " (in the step)"}[line.phase]
         table.add_row(f"{line.bytes / 1e9:.2f}", line.name + when, line.why)
@@ -162,12 +196,14 @@ def _memory(chosen: Proposal, place: int) -> Table:
 
 
 def _time(chosen: Proposal, hardware: Hardware, place: int) -> Table:
-    timing = chosen.timing
+    timing, topology, micro = chosen.timing, chosen.topology, chosen.job.micro_batches
     title = f"Time of a step of {timing.tokens:,} tokens in layout {place}, an estimate: nothing overlaps"
+    if topology.pp > 1:
+        title += f". The slowest stage is {timing.stage} of 0 to {topology.pp - 1}"
     table = Table("s", "what", "why", title=title, title_justify="left")
     rate = f"{hardware.flops / 1e12:.0f} TFLOP/s"
     links = f"{hardware.intra / 1e9:.0f} GB/s in a node, {hardware.inter / 1e9:.0f} GB/s out of it"
-    for seconds, what, why in (
+    rows: list[tuple[float, str, str]] = [
         (timing.dense, "attention, dense layers", f"at {rate}"),
         (timing.experts, "experts", f"at {timing.expert_efficiency:.0%} of {rate}: 128 x 128 tiles, reading weights"),
         (
@@ -176,12 +212,25 @@ def _time(chosen: Proposal, hardware: Hardware, place: int) -> Table:
             f"{timing.rows:,.0f} rows a rank, plan {chosen.choice.plan}; {links}",
         ),
         (timing.attention, "AutoTP", "an all-reduce for each split block, and the logits"),
-        (
-            timing.data,
-            "data parallel",
-            f"gradients and weights, over dp {chosen.topology.dp} and edp {chosen.topology.edp}",
-        ),
+    ]
+    if topology.cp > 1:
+        why = f"{EXCHANGES} all-to-alls a layer and direction over cp {topology.cp}: queries, keys, values, result"
+        rows.append((timing.context, "Ulysses", why))
+    if topology.pp > 1:
+        rows += [
+            (timing.pipe, "pipeline messages", f"T x H to the next stage, their gradient back, {micro} times"),
+            (
+                timing.bubble,
+                "pipeline bubble",
+                f"(pp - 1) / (micro batches + pp - 1) = {topology.pp - 1} / {micro + topology.pp - 1} of the time "
+                "without data parallel: stages wait as it fills and empties",
+            ),
+        ]
+    shared = f"dp {topology.dp}" if topology.cp == 1 else f"dp x cp {topology.dp * topology.cp}"
+    rows += [
+        (timing.data, "data parallel", f"gradients and weights, over {shared} and edp {topology.edp}"),
         (timing.seconds, "step", f"{timing.rate:,.0f} tokens a second, {timing.rate / hardware.gpus:,.0f} a GPU"),
-    ):
+    ]
+    for seconds, what, why in rows:
         table.add_row(f"{seconds:.3f}", what, why)
     return table

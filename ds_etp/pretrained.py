@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,15 +14,19 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_etp import config as block_config
+from ds_etp.axes import check_axes
 from ds_etp.checkpoint.agree import agreed
+from ds_etp.config_file import read_config_file
 from ds_etp.errors import CheckpointError, config_error
 from ds_etp.extension import register
 from ds_etp.families import find_experts, read_layout
-from ds_etp.host_options import autotp_size, check_host_options
+from ds_etp.host_options import autotp_size, check_host_options, zero_stage
 from ds_etp.loading.unread import leave_unread
 from ds_etp.model_checks import check_divisible
 from ds_etp.patches.exports import as_dtype
 from ds_etp.patches.loading_slices import left_in_files
+from ds_etp.patches.sequence import check_sequences, registered_size
+from ds_etp.patches.versions import check_sequence_version
 from ds_etp.topology import Topology
 
 # What `from_pretrained` of transformers takes and this can't do, with what to do instead.
@@ -56,6 +59,9 @@ def from_pretrained(
     copied or saved. Optimizers and PEFT adapters may be made. All other weights are there, mapped from the files
     where they have the model's type, so that ranks of a node share them until the engine changes or moves them.
 
+    Sizes are checked with the context parallel size that Ulysses was registered with, where it was before. A model
+    for a pipeline isn't loaded so: each stage would read all layers.
+
     Every rank has to call it. It registers ds_etp, and where there is no process group yet it makes one, as
     `deepspeed.initialize` does. Models whose experts are lists of modules (see `fuse_experts`) can't be loaded so.
 
@@ -72,7 +78,7 @@ def from_pretrained(
         ConfigError: a setting that can't work with this model.
         CheckpointError: weights are missing, damaged or of another shape; on every rank alike.
     """
-    raw = _as_config(ds_config)
+    raw = ds_config if isinstance(ds_config, Mapping) else read_config_file(ds_config)
     wanted = None if dtype == "auto" else as_dtype(dtype)
     arguments: dict[str, Any] = {**model_kwargs, **({} if wanted is None else {"dtype": wanted})}
     block = block_config.parse_block(raw)
@@ -93,22 +99,11 @@ def from_pretrained(
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise CheckpointError(f"its files don't hold {', '.join(names[:4])}{more} of {type(model).__name__}")
     layouts = {experts: read_layout(experts, module) for experts, module in find_experts(model).items()}
+    check_sequences(model, topology)
     for experts, layout in layouts.items():
         check_divisible(topology, experts, layout)
     leave_unread(model, layouts, progress=progress)
     return model
-
-
-def _as_config(ds_config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    if isinstance(ds_config, Mapping):
-        return ds_config
-    try:
-        raw = json.loads(Path(ds_config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise config_error("ds_config", str(ds_config), f"is not a file with a DeepSpeed config: {error}") from error
-    if not isinstance(raw, dict):
-        raise config_error("ds_config", str(ds_config), "holds no JSON object")
-    return raw
 
 
 def _checked_topology(
@@ -116,8 +111,11 @@ def _checked_topology(
 ) -> Topology:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     check_host_options(raw, world)
-    topology = block_config.resolve(block, world=world, tp=autotp_size(raw))
+    cp = registered_size()
+    check_sequence_version(cp)
+    topology = block_config.resolve(block, world=world, tp=autotp_size(raw), cp=cp)
     block_config.check_plan(block, topology)
+    check_axes(topology, zero_stage(raw))
     for name, advice in _REFUSED.items():
         if model_kwargs.get(name):
             raise config_error(

@@ -63,7 +63,8 @@ def _totals(inspection: Inspection, topology: Topology) -> Table:
     size = inspection.itemsize
     table.add_row("dense layers, whole", f"{inspection.other_parameters:,}", _bytes(inspection.other_parameters * size))
     table.add_row("experts, whole", f"{whole:,}", _bytes(whole * size))
-    split = f"experts, on one rank (etp {topology.etp} x ep {topology.ep})"
+    of = "one rank of each stage, all together" if topology.pp > 1 else "one rank"
+    split = f"experts, on {of} (etp {topology.etp} x ep {topology.ep})"
     table.add_row(split, f"{local:,}", _bytes(local * size))
     if inspection.stage == 3 and topology.edp > 1:
         part = -(-local // topology.edp)

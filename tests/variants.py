@@ -56,7 +56,7 @@ class ListBlock(nn.Module):
 
 
 def block_forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """What the README has a user write for `fuse_experts`."""
+    """What docs/own-experts.md has a user write for `fuse_experts`."""
     x = hidden_states.flatten(0, 1)
     _, weights, index = block.gate(x)
     out: Tensor = block.experts(x, index, weights)
@@ -99,7 +99,7 @@ class DenseWeights(ShardedExperts):
 
 
 def register_own_experts() -> None:
-    """What the README has a user write."""
+    """What docs/own-experts.md has a user write."""
     cuts = {"wide": ds_etp.Cut(dim=2, width=2), "back": ds_etp.Cut(dim=1), "shift": ds_etp.Cut(dim=None)}
     ds_etp.register_layout(OwnExperts, cuts, adapter=DenseWeights)
 

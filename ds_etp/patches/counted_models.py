@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ds_etp.layouts import ExpertsLayout
 from ds_etp.patches.autotp import without_experts
 from ds_etp.patches.experts_interface import experts_per_token
 from ds_etp.patches.meta_models import build_on_meta
+from ds_etp.patches.sequence import sequence_obstacle
 from ds_etp.planner.model import Cut, ModelFacts, Weight
 
 # Styles of transformers' plans that AutoTP (deepspeed 0.19.8) splits a layer by, and others it takes; a plan that names
@@ -55,12 +57,15 @@ def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts
     full_plan = without_experts(_plan(model), layouts)
     plan = {pattern: style for pattern, style in full_plan.items() if style in _SPLIT_STYLES}
     widths = _widths(model, layouts, first.hidden_size)
+    weights = _weights(model, layouts, plan, text.num_hidden_layers)
+    no_pp = _no_pp(model, text.num_hidden_layers, tied=bool(text.tie_word_embeddings))
+    heads = getattr(text, "num_attention_heads", None)
     return ModelFacts(
         name=name,
         hidden=first.hidden_size,
         vocab=text.vocab_size,
         layers=text.num_hidden_layers,
-        moe_layers=len(layouts),
+        moe_places=tuple(_place(path) for path in layouts) if not no_pp else tuple(range(len(layouts))),
         experts=first.num_experts,
         per_token=experts_per_token(modules[first_path], first.num_experts),
         columns=first.intermediate_size,
@@ -78,8 +83,12 @@ def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts
         splits_shared=any("shared_expert" in pattern for pattern in plan),
         dense_splits=float(sum(style == "rowwise" for style in plan.values())),
         tp_divides=_tp_divides(model, plan),
-        weights=_weights(model, layouts, plan),
+        heads=heads or 1,
+        key_value_heads=getattr(text, "num_key_value_heads", None) or heads or 1,
+        weights=weights,
         no_tp=_no_tp(full_plan, tied=bool(text.tie_word_embeddings)),
+        no_cp=sequence_obstacle(model),
+        no_pp=no_pp,
         spare_experts=first.spare_experts,
     )
 
@@ -110,10 +119,27 @@ def _style(path: str, plan: Mapping[str, str]) -> str | None:
     return None
 
 
-def _weights(model: Any, layouts: Mapping[str, ExpertsLayout], plan: Mapping[str, str]) -> tuple[Weight, ...]:
-    counted: dict[Weight, int] = {}
+def _no_pp(model: Any, layers: int, *, tied: bool) -> str:
+    """Why the model can't be cut into stages of layers; empty where it can."""
+    if tied:
+        return "its embedding is its output layer"
+    found = [_layer_of(path) for path, _ in model.named_parameters()]
+    numbers = [int(number) for number in found if number.isdecimal()]
+    # One list of all layers, with something before and after it.
+    if sorted(set(numbers)) != list(range(layers)) or numbers != sorted(numbers):
+        return f"its {layers} layers are not one list"
+    return ""
+
+
+def _weights(
+    model: Any, layouts: Mapping[str, ExpertsLayout], plan: Mapping[str, str], layers: int
+) -> tuple[Weight, ...]:
+    counted: dict[tuple[Any, ...], list[int]] = {}
+    place = -1  # what has no number is before the first layer or after the last
     for full_name, parameter in model.named_parameters():
         path, _, own = full_name.rpartition(".")
+        number = _layer_of(full_name)
+        place = int(number) if number.isdecimal() else -1 if place == -1 else layers
         cut: Cut = "whole"
         if path in layouts:
             cut = "experts" if layouts[path].parameters[own].dim is not None else "expert rows"
@@ -123,9 +149,21 @@ def _weights(model: Any, layouts: Mapping[str, ExpertsLayout], plan: Mapping[str
                 cut = "tp"
         label = re.sub(r"\.\d+\.", ".*.", full_name)
         multiplied = parameter.dim() > 1 and "embed" not in path and not label.endswith("bias")
-        weight = Weight(label, parameter.numel(), 1, cut, multiplied)
-        counted[weight] = counted.get(weight, 0) + 1
-    return tuple(Weight(w.name, w.elements, copies, w.cut, w.multiplied) for w, copies in counted.items())
+        counted.setdefault((label, parameter.numel(), cut, multiplied), []).append(place)
+    return tuple(
+        weight
+        for (label, elements, cut, multiplied), places in counted.items()
+        for weight in _by_layer(label, elements, cut, multiplied, places)
+    )
+
+
+def _by_layer(label: str, elements: int, cut: Cut, multiplied: bool, places: list[int]) -> Iterator[Weight]:
+    """Weights of one size; layers that have as many of them are in one."""
+    by_count: dict[int, list[int]] = {}
+    for place, count in Counter(places).items():
+        by_count.setdefault(count, []).append(place)
+    for count, layers in by_count.items():
+        yield Weight(label, elements, tuple(layers), cut, multiplied, count)
 
 
 def _expert_keeps(layout: ExpertsLayout) -> int:
@@ -168,6 +206,10 @@ def _widths(model: Any, layouts: Mapping[str, ExpertsLayout], hidden: int) -> _W
         elif own in _MLP:
             dense = max(dense, module.out_features)
     return _Widths(sum(inputs.values()) or 3 * hidden, output or hidden, dense, shared)
+
+
+def _place(path: str) -> int:
+    return int(_layer_of(path))
 
 
 def _layer_of(path: str) -> str:

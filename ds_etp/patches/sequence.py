@@ -27,8 +27,10 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as host_groups
 
+from ds_etp.axes import CP, HEAD_SINKS, HEAD_SIZES, check_sequence_heads
 from ds_etp.errors import config_error
 from ds_etp.patches.base import override
+from ds_etp.topology import Topology
 
 _HOW = "the mpu that UlyssesSPAttentionHF.register_with_transformers returns, given to deepspeed.initialize"
 
@@ -71,6 +73,42 @@ def _check_groups(size: int, tp: int) -> None:
             f"does not fit the groups of ranks that share a sequence, which an engine with {step} made in this process",
             works=str(step),
         )
+
+
+def registered_size() -> int:
+    """Ranks that will share a sequence, where Ulysses was registered before there is an engine; else 1."""
+    group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
+    return 1 if group is None else int(dist.get_world_size(group))
+
+
+def sequence_obstacle(model: Any) -> str:
+    """Why Ulysses (deepspeed 0.19.8) can't share a transformers model's attention; empty where it can."""
+    text = model.config.get_text_config()
+    if not getattr(text, "num_attention_heads", None):
+        return "its config doesn't say how many heads attention has"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return HEAD_SINKS
+    # Its attention asserts that all three have `config.head_dim` (`UlyssesSPAttentionHF.forward`).
+    return HEAD_SIZES if getattr(text, "kv_lora_rank", None) else ""
+
+
+def check_sequences(model: Any, topology: Topology) -> None:
+    """Refuses a transformers model whose attention can't be shared by the ranks of a sequence.
+
+    A model without a config of transformers is left to Ulysses, which was told of it in another way.
+
+    Raises:
+        ConfigError: names the sizes, or what stands in the way.
+    """
+    if topology.cp == 1 or not hasattr(getattr(model, "config", None), "get_text_config"):
+        return
+    obstacle = sequence_obstacle(model)
+    if obstacle:
+        rule = f"does not split the attention of {type(model).__name__}: {obstacle}"
+        raise config_error(CP, topology.cp, rule, works="1")
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    check_sequence_heads(topology, heads, getattr(text, "num_key_value_heads", None) or heads)
 
 
 def average_over_all_ranks(engine: Any) -> None:

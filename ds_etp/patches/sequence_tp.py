@@ -25,6 +25,7 @@ from deepspeed.utils import groups as host_groups
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_etp.axes import check_sequence_heads
 from ds_etp.errors import config_error
 from ds_etp.topology import Topology
 
@@ -54,22 +55,10 @@ def check_heads(model: nn.Module, topology: Topology) -> None:
     """Refuses head counts that the two can't share.
 
     Raises:
-        ConfigError: tp x cp does not divide the heads, or tp the key and value heads; or the model's attention isn't
-            Ulysses'.
+        ConfigError: see `axes.check_sequence_heads`; or the model's attention isn't Ulysses'.
     """
-    tp, cp = topology.tp, topology.cp
     attention = _attention(model)
-    for what, heads, size, works in (
-        ("attention heads", attention.attn_head_count, tp * cp, "of which tp x sequence parallel size is a divisor"),
-        ("key and value heads", attention.global_kv_head_count, tp, "of which tp is a divisor"),
-    ):
-        if heads % size:
-            raise config_error(
-                "tensor_parallel.autotp_size",
-                tp,
-                f"with sequence parallel size {cp}: the model's {heads} {what} are not divisible by {size}",
-                works=f"sizes {works}",
-            )
+    check_sequence_heads(topology, attention.attn_head_count, attention.global_kv_head_count)
 
 
 def lay_out_sequences(engine: Any, model: nn.Module, topology: Topology) -> None:

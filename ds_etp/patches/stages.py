@@ -78,17 +78,9 @@ def topology_of(engine: Any) -> Topology:
 
 
 def _check_options(engine: Any) -> None:
-    stage, sequence = int(engine.zero_optimization_stage()), _sequence_ranks(engine)
-    kind = type(engine).__name__
+    sequence, kind = _sequence_ranks(engine), type(engine).__name__
     for refused, key, value, rule, works in (
         (kind != "PipelineEngine", "PipelineModule", kind, "was not tried with split experts", "a PipelineModule"),
-        (
-            stage > 1,
-            "zero_optimization.stage",
-            stage,
-            "is incompatible with PipelineModule, in DeepSpeed itself",
-            "0, 1",
-        ),
         (
             sequence > 1,
             "sequence parallel size",

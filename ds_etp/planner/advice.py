@@ -17,18 +17,22 @@ _KINDS = {  # (etp > 1, ep > 1) -> what it is called, and the verdict when it is
 }
 
 
-def explain(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]) -> list[str]:
+def explain(
+    facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal], asked: Sequence[str] = ("tp",)
+) -> list[str]:
     """A verdict, and a sentence on the best layout of every other kind.
 
     Args:
         proposals: as ranked, at least one.
+        asked: axes of the dense path, tp, cp and pp, that were allowed to be above 1.
     """
     best = proposals[0]
     if not best.fits:
         return [
             f"No layout fits: the smallest, {best.sizes}, takes {_gb(best.memory.peak)} of the "
             f"{_gb(hardware.memory * hardware.usable)} a rank can fill ({hardware.usable:.0%} of its memory). Take "
-            f"more GPUs, a shorter sequence, or an optimizer on the CPU (zero_optimization.offload_optimizer)."
+            f"more GPUs, a shorter sequence, or an optimizer on the CPU (zero_optimization.offload_optimizer).",
+            *_why_one(facts, hardware, asked),
         ]
     sentences = [_KINDS[_kind(best)][1] + f" {_says(facts, best)}"]
     for kind, (name, _) in _KINDS.items():
@@ -36,8 +40,13 @@ def explain(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
         if other is None or kind == _kind(best):
             continue
         sentences.append(f"{name} ({other.sizes}): {_against(facts, best, other)}.")
-    if facts.no_tp and hardware.gpus > 1:
-        sentences.append(f"tp is 1 in all layouts: {facts.no_tp}.")
+    for axis, name in (("cp", "shared sequences"), ("pp", "pipelines")):
+        used = getattr(best.topology, axis) > 1
+        others = (proposal for proposal in proposals if (getattr(proposal.topology, axis) > 1) != used)
+        if other := next(others, None):
+            says = _against(facts, best, other)
+            sentences.append(f"{'Without' if used else 'With'} {name} ({other.sizes}): {says}.")
+    sentences += _why_one(facts, hardware, asked)
     unaligned = sorted({proposal.topology.etp for proposal in proposals if not proposal.aligned})
     if unaligned:
         columns = ", ".join(str(facts.columns // etp) for etp in unaligned)
@@ -46,6 +55,14 @@ def explain(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
             f'{", ".join(map(str, unaligned))} ({columns} columns): those need "eager", and are ranked last.'
         )
     return sentences
+
+
+def _why_one(facts: ModelFacts, hardware: Hardware, asked: Sequence[str]) -> list[str]:
+    """Which axes the model leaves at 1."""
+    reasons = {"tp": facts.no_tp, "cp": facts.no_cp, "pp": facts.no_pp}
+    if hardware.gpus == 1:
+        return []
+    return [f"{axis} is 1 in all layouts: {reasons[axis]}." for axis in asked if reasons[axis]]
 
 
 def _kind(proposal: Proposal) -> tuple[bool, bool]:
@@ -93,10 +110,23 @@ def _largest_loss(facts: ModelFacts, best: Proposal, other: Proposal) -> str:
         f"against {best.topology.edp} of {elements(facts, best.topology, expert=True):,}": (
             b.data / b.tokens - a.data / a.tokens
         ),
+        f"{b.bubble / b.seconds:.0%} of its time goes into filling and emptying the pipeline": (
+            (b.bubble + b.pipe) / b.tokens - (a.bubble + a.pipe) / a.tokens
+        ),
+        f"heads are exchanged over cp {topology.cp}": b.context / b.tokens - a.context / a.tokens,
         f"AutoTP sends more over tp {topology.tp}": b.attention / b.tokens - a.attention / a.tokens,
-        f"tp {topology.tp} repeats what AutoTP leaves whole": b.dense / b.tokens - a.dense / a.tokens,
+        _why_dense(facts, other): b.dense / b.tokens - a.dense / a.tokens,
     }
     return max(losses, key=lambda words: losses[words])
+
+
+def _why_dense(facts: ModelFacts, other: Proposal) -> str:
+    topology = other.topology
+    if topology.tp == 1 and topology.pp > 1:
+        layers = facts.stage(topology.pp, other.timing.stage).layers
+        end = " and the output layer" if other.timing.stage == topology.pp - 1 else ""
+        return f"the slowest of its {topology.pp} stages has {layers} of {facts.layers} layers{end}"
+    return f"tp {topology.tp} repeats what AutoTP leaves whole"
 
 
 def _gb(size: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_etp.axes import HEAD_SINKS, HEAD_SIZES
 from ds_etp.errors import ConfigError
 from ds_etp.planner.families import ALIASES, FAMILIES, Family
 from ds_etp.planner.model import Cut, ModelFacts, Weight
@@ -68,42 +69,45 @@ def read_facts(values: Mapping[str, object], source: str, name: str = "") -> Mod
 def _facts(config: _Values, family: Family, name: str) -> ModelFacts:
     hidden, layers, vocab = (config.size(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
     experts, columns = config.size(family.experts), config.size(family.columns)
-    dense_layers = _dense_layers(config, family, layers)
-    moe_layers = layers - dense_layers
-    if moe_layers < 1:
+    dense_places = _dense_places(config, family, layers)
+    every = tuple(range(layers))
+    moe_places = tuple(place for place in every if place not in dense_places)
+    if not moe_places:
         raise ConfigError(f"{config.source}: none of the {layers} layers has experts, so there is nothing to split.")
     tied = config.flag("tie_word_embeddings", family.tied)
     norm = 2 * hidden if family.layer_norm_bias else hidden
-    attention = _heads(config, family) if family.attention == "heads" else _latent(config, family)
+    attention = _heads(config, family, every) if family.attention == "heads" else _latent(config, family, every)
+    before, after = (-1,), (layers,)
     weights = [
-        Weight("embedding", vocab * hidden, 1, "whole", multiplied=tied),
-        *([] if tied else [Weight("output layer", vocab * hidden, 1, "tp")]),
-        *_extra("output bias", vocab, 1, "tp", config.flag(family.head_bias)),
-        Weight("norms", norm, 2 * layers + 1, "whole", multiplied=False),
-        *(Weight(part.name, part.elements, layers, part.cut, part.multiplied) for part in attention.weights),
-        *_experts(hidden, columns, experts, moe_layers, family),
+        Weight("embedding", vocab * hidden, before, "whole", multiplied=tied),
+        *([] if tied else [Weight("output layer", vocab * hidden, after, "tp")]),
+        *_extra("output bias", vocab, after, "tp", config.flag(family.head_bias)),
+        Weight("norms", norm, every, "whole", multiplied=False, each=2),
+        Weight("last norm", norm, after, "whole", multiplied=False),
+        *attention.weights,
+        *_experts(hidden, columns, experts, moe_places, family),
     ]
     sizes = [vocab] if not tied else []
-    dense = config.size("intermediate_size") if dense_layers else 0
+    dense = config.size("intermediate_size") if dense_places else 0
     shared = _shared_columns(config, family, columns)
     splits = float("attention" in family.splits)
-    for label, width, count, part in (
-        ("dense MLP", dense, dense_layers, "dense"),
-        ("shared experts", shared, moe_layers, "shared"),
+    for label, width, places, part in (
+        ("dense MLP", dense, dense_places, "dense"),
+        ("shared experts", shared, moe_places, "shared"),
     ):
         split = part in family.splits
         if width:
-            weights.append(Weight(label, hidden * width, 3 * count, "tp" if split else "whole"))
+            weights.append(Weight(label, hidden * width, places, "tp" if split else "whole", each=3))
             sizes += [width] if split else []
-            splits += count / layers if split else 0
+            splits += len(places) / layers if split else 0
     if family.shared_gate:
-        weights.append(Weight("shared gate", hidden, moe_layers, "whole"))
+        weights.append(Weight("shared gate", hidden, moe_places, "whole"))
     return ModelFacts(
         name=name,
         hidden=hidden,
         vocab=vocab,
         layers=layers,
-        moe_layers=moe_layers,
+        moe_places=moe_places,
         experts=experts,
         per_token=min(config.size(family.per_token), experts),
         columns=columns,
@@ -121,9 +125,17 @@ def _facts(config: _Values, family: Family, name: str) -> ModelFacts:
         splits_shared="shared" in family.splits,
         dense_splits=splits,
         tp_divides=(*sizes, *(attention.heads if "attention" in family.splits else ())),
+        heads=attention.heads[0],
+        key_value_heads=attention.heads[-1],
         weights=tuple(weights),
-        no_tp=family.no_tp or ("its embedding is its output layer" if tied else ""),
+        no_tp=family.no_tp or _tied(tied),
+        no_cp=HEAD_SINKS if family.sinks else HEAD_SIZES if family.attention == "latent" else "",
+        no_pp=_tied(tied),
     )
+
+
+def _tied(tied: bool) -> str:
+    return "its embedding is its output layer" if tied else ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,7 @@ class _Attention:
     normed: int
 
 
-def _heads(config: _Values, family: Family) -> _Attention:
+def _heads(config: _Values, family: Family, every: tuple[int, ...]) -> _Attention:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     groups = config.size("num_key_value_heads", heads)
     size = config.size("head_dim", family.head_dim or hidden // heads)
@@ -147,18 +159,18 @@ def _heads(config: _Values, family: Family) -> _Attention:
     output_bias = config.flag(family.output_bias, family.biased)
     norms = _head_norms(config, family)
     weights = [
-        Weight("queries", hidden * queries, 1, cut),
-        Weight("keys", hidden * keys, 1, cut),
-        Weight("values", hidden * keys, 1, cut),
-        Weight("attention output", queries * hidden, 1, cut),
-        *_extra("query bias", queries, 1, cut, qkv_bias),
-        *_extra("key bias", keys, 1, cut, qkv_bias),
-        *_extra("value bias", keys, 1, cut, qkv_bias),
-        *_extra("attention output bias", hidden, 1, "whole", output_bias),
+        Weight("queries", hidden * queries, every, cut),
+        Weight("keys", hidden * keys, every, cut),
+        Weight("values", hidden * keys, every, cut),
+        Weight("attention output", queries * hidden, every, cut),
+        *_extra("query bias", queries, every, cut, qkv_bias),
+        *_extra("key bias", keys, every, cut, qkv_bias),
+        *_extra("value bias", keys, every, cut, qkv_bias),
+        *_extra("attention output bias", hidden, every, "whole", output_bias),
         # A norm over all heads (OLMoE) is as wide as the hidden size, whatever head_dim is.
-        *_extra("query norm", size if norms == "head" else hidden, 1, "whole", norms != "none"),
-        *_extra("key norm", size if norms == "head" else hidden // heads * groups, 1, "whole", norms != "none"),
-        *_extra("sinks", heads, 1, "whole", family.sinks),
+        *_extra("query norm", size if norms == "head" else hidden, every, "whole", norms != "none"),
+        *_extra("key norm", size if norms == "head" else hidden // heads * groups, every, "whole", norms != "none"),
+        *_extra("sinks", heads, every, "whole", family.sinks),
     ]
     return _Attention(weights, (heads, groups), queries + 2 * keys, queries, 0 if norms == "none" else queries + keys)
 
@@ -169,34 +181,34 @@ def _head_norms(config: _Values, family: Family) -> Literal["none", "head", "all
     return family.head_norms
 
 
-def _latent(config: _Values, family: Family) -> _Attention:
+def _latent(config: _Values, family: Family, every: tuple[int, ...]) -> _Attention:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     rope, plain, value = (config.size(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     latent, query_rank = config.size("kv_lora_rank"), config.number("q_lora_rank")
     queries, bias = heads * (plain + rope), config.flag(family.output_bias)
     cut: Cut = "tp" if "attention" in family.splits else "whole"
     weights = [
-        Weight("keys and values, down", hidden * (latent + rope), 1, "whole"),
-        Weight("keys and values, norm", latent, 1, "whole", multiplied=False),
-        Weight("keys and values, up", latent * heads * (plain + value), 1, cut),
-        Weight("attention output", heads * value * hidden, 1, cut),
-        *_extra("keys and values, bias", latent + rope, 1, "whole", bias),
-        *_extra("attention output bias", hidden, 1, "whole", bias),
+        Weight("keys and values, down", hidden * (latent + rope), every, "whole"),
+        Weight("keys and values, norm", latent, every, "whole", multiplied=False),
+        Weight("keys and values, up", latent * heads * (plain + value), every, cut),
+        Weight("attention output", heads * value * hidden, every, cut),
+        *_extra("keys and values, bias", latent + rope, every, "whole", bias),
+        *_extra("attention output bias", hidden, every, "whole", bias),
     ]
     if query_rank:
         weights += [
-            Weight("queries, down", hidden * query_rank, 1, "whole"),
-            Weight("queries, norm", query_rank, 1, "whole", multiplied=False),
-            Weight("queries, up", query_rank * queries, 1, cut),
-            *_extra("queries, bias", query_rank, 1, "whole", bias),
+            Weight("queries, down", hidden * query_rank, every, "whole"),
+            Weight("queries, norm", query_rank, every, "whole", multiplied=False),
+            Weight("queries, up", query_rank * queries, every, cut),
+            *_extra("queries, bias", query_rank, every, "whole", bias),
         ]
     else:
-        weights.append(Weight("queries", hidden * queries, 1, cut))
+        weights.append(Weight("queries", hidden * queries, every, cut))
     width = 2 * queries + heads * value + query_rank + latent
     return _Attention(weights, (heads,), width, heads * value, query_rank + latent)
 
 
-def _experts(hidden: int, columns: int, experts: int, layers: int, family: Family) -> list[Weight]:
+def _experts(hidden: int, columns: int, experts: int, layers: tuple[int, ...], family: Family) -> list[Weight]:
     return [
         Weight("router", experts * hidden, layers, "whole"),
         *_extra("router bias", experts, layers, "whole", family.router_bias),
@@ -207,8 +219,8 @@ def _experts(hidden: int, columns: int, experts: int, layers: int, family: Famil
     ]
 
 
-def _extra(name: str, elements: int, copies: int, cut: Cut, present: bool) -> list[Weight]:
-    return [Weight(name, elements, copies, cut, multiplied=False)] if present else []
+def _extra(name: str, elements: int, layers: tuple[int, ...], cut: Cut, present: bool) -> list[Weight]:
+    return [Weight(name, elements, layers, cut, multiplied=False)] if present else []
 
 
 def _shared_columns(config: _Values, family: Family, columns: int) -> int:
@@ -217,12 +229,13 @@ def _shared_columns(config: _Values, family: Family, columns: int) -> int:
     return config.size(family.shared) if family.shared else 0
 
 
-def _dense_layers(config: _Values, family: Family, layers: int) -> int:
+def _dense_places(config: _Values, family: Family, layers: int) -> tuple[int, ...]:
+    """The layers without experts."""
     if family.dense == "first":
-        return min(config.number("first_k_dense_replace"), layers)
+        return tuple(range(min(config.number("first_k_dense_replace"), layers)))
     if family.dense == "listed":
         listed = config.values.get("mlp_only_layers") or ()
         step = config.size("decoder_sparse_step", 1)
         only = {place for place in listed if isinstance(place, int)} if isinstance(listed, list | tuple) else set()
-        return sum(place in only or (place + 1) % step != 0 for place in range(layers))
-    return 0
+        return tuple(place for place in range(layers) if place in only or (place + 1) % step != 0)
+    return ()

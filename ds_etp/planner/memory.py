@@ -1,7 +1,7 @@
 """Bytes a rank holds in a layout, line by line, each with its reason.
 
-Legend: T tokens of a rank's batch, t = T / tp tokens it owns, H hidden size, I intermediate size of an expert,
-E experts, K experts per token, n ranks that share one optimizer state.
+Legend: T tokens of a rank's micro batch (its part of the sequences: sequence / cp), t = T / tp tokens it owns, H hidden
+size, I intermediate size of an expert, E experts, K experts per token, n ranks that share one optimizer state.
 """
 
 from __future__ import annotations
@@ -9,42 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_etp.planner.activations import activations, exchanged_width, norm_keeps
+from ds_etp.planner.job import Job, in_flight
 from ds_etp.planner.model import ModelFacts
 from ds_etp.topology import Topology
 
 # DeepSpeed's default for ZeRO-3: parameters of fewer elements stay gathered.
 PERSISTENT = 100_000
-# Elements of ZeRO's message buffer. A plan's JSON sets it; DeepSpeed's own default, 5e8, takes 1 GB.
-BUCKET = 200_000_000
 # DeepSpeed's defaults for ZeRO-3: elements that are whole at once, and that one step of the optimizer takes.
 MAX_LIVE = 1_000_000_000
 SUB_GROUP = 1_000_000_000
 _MASTER, _MOMENTS = 4, 8  # bytes an element: the fp32 copy, and AdamW's two
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained at once, and how.
-
-    Attributes:
-        sequence, micro_batch: tokens of a sequence, sequences of a rank's batch.
-        stage: ZeRO stage.
-        recompute: activation checkpointing of whole layers.
-        itemsize: bytes of a parameter and of an activation while training: 2 in bf16, 4 in fp32.
-        bucket: elements of ZeRO's message buffer.
-    """
-
-    sequence: int
-    micro_batch: int
-    stage: int
-    recompute: bool = True
-    itemsize: int = 2
-    bucket: int = BUCKET
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.sequence * self.micro_batch
 
 
 Phase = Literal["always", "backward", "step"]
@@ -62,9 +37,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Memory:
-    """All lines. The peak is in the backward pass or in the optimizer's step, whichever holds more."""
+    """All lines. The peak is in the backward pass or in the optimizer's step, whichever holds more.
+
+    Attributes:
+        lines: of a rank of the fullest pipeline stage.
+        stage: which stage that is, from 0.
+        layers: how many layers it has.
+    """
 
     lines: tuple[Line, ...]
+    stage: int = 0
+    layers: int = 0
 
     def of(self, phase: Phase) -> float:
         """Bytes held in one phase only."""
@@ -145,18 +128,29 @@ def _step_line(shares: list[int], stage: int, size: int) -> Line:
 
 
 def memory_of(facts: ModelFacts, topology: Topology, job: Job) -> Memory:
-    """Every line of a rank's memory.
+    """Every line of a rank's memory, in the pipeline stage that holds most.
 
     Batches are uniform: a rank's experts get their share of the tokens. Attention is one that keeps no scores
     (sdpa, flash attention).
     """
+    return max(
+        (_stage_memory(facts, topology, job, stage) for stage in facts.distinct_stages(topology.pp)),
+        key=lambda memory: memory.peak,
+    )
+
+
+def _stage_memory(whole: ModelFacts, topology: Topology, job: Job, stage: int) -> Memory:
+    facts, ahead = whole.stage(topology.pp, stage), in_flight(topology, job, stage)
     lines = [*states(facts, topology, job), *_buffers(facts, topology, job)]
     kept = activations(facts, topology, job)
-    last = _norm(facts, job)  # the one before the output layer
-    row = job.tokens * facts.hidden * job.itemsize
+    tokens = job.tokens(topology)
+    row = tokens * facts.hidden * job.itemsize
+    # The last norm, before the output layer; where that is, one micro batch is under way.
+    last = norm_keeps(facts, tokens, job) if facts.makes_logits else 0
+    times = f" of each of {ahead} micro batches under way" if ahead > 1 else ""
     if job.recompute:
         lines += [
-            Line("checkpoints", facts.layers * row, "backward", "the input of each layer, T x H"),
+            Line("checkpoints", ahead * facts.layers * row, "backward", f"the input of each layer, T x H{times}"),
             Line(
                 "activations", kept.largest + last, "backward", f"one layer at a time, made again in backward{_SCORES}"
             ),
@@ -165,69 +159,29 @@ def memory_of(facts: ModelFacts, topology: Topology, job: Job) -> Memory:
     else:
         moe = facts.moe_layers
         all_layers = facts.layers * kept.every + (facts.layers - moe) * kept.dense + moe * kept.experts
+        each = f"kept for backward by each layer{times}{_SCORES}"
         lines += [
-            Line("activations", all_layers + last, "backward", f"kept for backward by each layer{_SCORES}"),
-            Line("dispatch buffers", moe * kept.dispatch, "backward", _DISPATCH + ", of each layer"),
+            Line("activations", ahead * all_layers + last, "backward", each),
+            Line("dispatch buffers", ahead * moe * kept.dispatch, "backward", _DISPATCH + f", of each layer{times}"),
         ]
-    logits = job.tokens * facts.vocab
-    lines.append(
-        Line("logits", logits * (job.itemsize + 8), "backward", "T x V, in fp32 once more, and their gradient in fp32")
-    )
-    return Memory(tuple(lines))
+    if topology.cp > 1:
+        lines.append(Line("heads", _heads(facts, topology, job), "backward", _HEADS))
+    if topology.pp > 1:
+        why = f"a stage's output{times}, and one input, gradient and output on their way"
+        lines.append(Line("pipeline buffers", (ahead + 3) * row, "backward", why))
+    if facts.makes_logits:
+        why = "T x V, in fp32 once more, and their gradient in fp32"
+        lines.append(Line("logits", tokens * facts.vocab * (job.itemsize + 8), "backward", why))
+    return Memory(tuple(lines), stage, facts.layers)
 
 
 _SCORES = "; sdpa or flash attention, which keep no scores"
+_HEADS = "queries, keys, values and their result twice: before and after the heads are exchanged over cp, of one layer"
 _DISPATCH = "rows that came to this rank's experts and their results, t x etp x K of H each"
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of one layer that are kept for backward.
-
-    Attributes:
-        every: attention and norms, of any layer.
-        dense: the MLP of a layer without experts.
-        experts: shared and routed experts of a MoE layer, between their first and their last product.
-        dispatch: the rows routed experts are called with, and their results.
-    """
-
-    every: float
-    dense: float
-    experts: float
-    dispatch: float
-
-    @property
-    def largest(self) -> float:
-        """Of any one layer, without `dispatch`."""
-        return self.every + max(self.dense, self.experts)
-
-
-def activations(facts: ModelFacts, topology: Topology, job: Job) -> Activations:
-    """What autograd keeps of transformers' layers: norms in fp32, sdpa or flash attention, `grouped_mm` experts."""
-    tokens, size = job.tokens, job.itemsize
-    attention_tp = topology.tp if facts.splits_attention else 1
-    dense_tp = topology.tp if facts.splits_dense else 1
-    shared_tp = topology.tp if facts.splits_shared else 1
-    every: float = 2 * _norm(facts, job)
-    every += tokens * facts.norm_width * (size + 4) / attention_tp
-    every += tokens * (facts.attention_width + facts.output_width) * size / attention_tp
-    # Gate and up, the activated gate, and the product that goes down.
-    mlp = tokens * 4 * size
-    # A block of ep * etp ranks owns t tokens each and has K / ep assignments to an ep index for each of them.
-    rows = tokens / topology.tp * topology.etp * facts.per_token
-    routed = rows * facts.columns / topology.etp * facts.expert_keeps * size
-    router = tokens * facts.hidden * 4 if facts.router_fp32 else 0
-    return Activations(
-        every=every,
-        dense=mlp * facts.dense_columns / dense_tp,
-        experts=mlp * facts.shared_columns / shared_tp + routed + router,
-        dispatch=2 * rows * facts.hidden * size,
-    )
-
-
-def _norm(facts: ModelFacts, job: Job) -> int:
-    """What a norm keeps: its input in fp32, what it makes of it, and that times its weight."""
-    return job.tokens * facts.hidden * (4 + (4 if facts.norms_fp32 else job.itemsize) + job.itemsize)
+def _heads(facts: ModelFacts, topology: Topology, job: Job) -> float:
+    return 2 * job.tokens(topology) * exchanged_width(facts, topology) * job.itemsize
 
 
 def _buffers(facts: ModelFacts, topology: Topology, job: Job) -> list[Line]:

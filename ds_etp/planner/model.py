@@ -5,9 +5,11 @@ Legend: H hidden size, I intermediate size of an expert, E experts, K experts pe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
+from ds_etp.stages import partition
 from ds_etp.topology import Topology
 
 # "whole": every rank has it; "tp": AutoTP splits it; "experts": over ep and etp; "expert rows": over ep alone, as the
@@ -22,16 +24,24 @@ class Weight:
     Attributes:
         name: what they are, for people.
         elements: of one of them, unsplit.
-        copies: how many the model has.
+        layers: the layers that have it; -1 is what comes before the first layer, the number of layers what comes
+            after the last one.
         cut: how a rank's part is cut out.
         multiplied: whether each token is multiplied by it. An embedding is looked up, a bias added.
+        each: how many a layer has.
     """
 
     name: str
     elements: int
-    copies: int
+    layers: tuple[int, ...]
     cut: Cut
     multiplied: bool = True
+    each: int = 1
+
+    @property
+    def copies(self) -> int:
+        """How many the model has."""
+        return self.each * len(self.layers)
 
     @property
     def is_expert(self) -> bool:
@@ -49,14 +59,14 @@ class Weight:
         return self.elements // divisor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed as an object: its stages are made once
 class ModelFacts:
     """A model, as far as its layout goes.
 
     Attributes:
         name: what to call it.
         hidden, vocab, layers: H, vocabulary, number of layers.
-        moe_layers: how many of the layers have routed experts.
+        moe_places: which of the layers have routed experts.
         experts, per_token, columns: E, K, I.
         spare_experts: rows of the experts' weights after those of the experts (longcat_flash).
         gated: whether an expert has a gate beside its up projection.
@@ -71,15 +81,17 @@ class ModelFacts:
             experts, shared experts.
         dense_splits: how many of a layer's dense blocks AutoTP splits, each of which sums its output over tp.
         tp_divides: sizes that tp has to divide.
-        no_tp: why tp is 1 for this model; empty where AutoTP splits it.
+        heads, key_value_heads: of attention.
         weights: all of them.
+        no_tp, no_cp, no_pp: why tp, cp or pp is 1 for this model; empty where it needn't be.
+        makes_logits: whether the output layer is here, as it is but in pipeline stages before the last.
     """
 
     name: str
     hidden: int
     vocab: int
     layers: int
-    moe_layers: int
+    moe_places: tuple[int, ...]
     experts: int
     per_token: int
     columns: int
@@ -97,9 +109,19 @@ class ModelFacts:
     splits_shared: bool
     dense_splits: float
     tp_divides: tuple[int, ...]
+    heads: int
+    key_value_heads: int
     weights: tuple[Weight, ...]
     no_tp: str = ""
+    no_cp: str = ""
+    no_pp: str = ""
     spare_experts: int = 0
+    makes_logits: bool = True
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have routed experts."""
+        return len(self.moe_places)
 
     @property
     def parameters(self) -> int:
@@ -119,3 +141,51 @@ class ModelFacts:
     def takes_tp(self, tp: int) -> bool:
         """Whether attention and the other dense layers can be split over tp ranks."""
         return tp == 1 or (not self.no_tp and all(size % tp == 0 for size in self.tp_divides))
+
+    def stage(self, stages: int, index: int) -> ModelFacts:
+        """The part of the model that a pipeline stage holds; its layers keep their numbers.
+
+        The embedding is on the first stage, the last norm and the output layer on the last.
+
+        Args:
+            stages: pp.
+            index: of the stage, from 0.
+        """
+        return self if stages == 1 else _stage(self, stages, index)
+
+    def distinct_stages(self, stages: int) -> tuple[int, ...]:
+        """Indices of stages, without those that hold as much of everything as an earlier one."""
+        return _distinct(self, stages)
+
+
+def _bounds(facts: ModelFacts, stages: int) -> tuple[int, ...]:
+    """Layers at which stages begin and end: the first begins at -1, the last ends after the output layer."""
+    sizes = [0] * (facts.layers + 2)
+    for weight in facts.weights:
+        for layer in weight.layers:
+            sizes[layer + 1] += weight.elements * weight.each
+    return tuple(bound - 1 for bound in partition(tuple(sizes), stages))
+
+
+@lru_cache(maxsize=1024)
+def _stage(facts: ModelFacts, stages: int, index: int) -> ModelFacts:
+    start, stop = _bounds(facts, stages)[index : index + 2]
+
+    def within(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer for layer in layers if start <= layer < stop)
+
+    return replace(
+        facts,
+        layers=len(within(tuple(range(facts.layers)))),
+        moe_places=within(facts.moe_places),
+        weights=tuple(replace(weight, layers=within(weight.layers)) for weight in facts.weights),
+        makes_logits=index == stages - 1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _distinct(facts: ModelFacts, stages: int) -> tuple[int, ...]:
+    found: dict[tuple[int, ...], int] = {}
+    for index in range(stages):
+        found.setdefault(tuple(weight.copies for weight in facts.stage(stages, index).weights), index)
+    return tuple(found.values())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+from ds_etp.axes import check_axes, check_sequence_heads, check_stages
 from ds_etp.errors import ConfigError
 from ds_etp.planner.hardware import Hardware
-from ds_etp.planner.memory import BUCKET, Job, Memory, memory_of
+from ds_etp.planner.job import BUCKET, Job
+from ds_etp.planner.memory import Memory, memory_of
 from ds_etp.planner.model import ModelFacts
 from ds_etp.planner.timing import Timing, timing_of
 from ds_etp.topology import Topology
@@ -40,9 +43,16 @@ class Proposal:
 
     @property
     def sizes(self) -> str:
-        """tp, etp, ep and the ZeRO stage, in a few words."""
+        """The sizes and the ZeRO stage, in a few words; cp and pp only where they are above 1."""
         topology = self.topology
-        return f"tp {topology.tp}, etp {topology.etp}, ep {topology.ep}, ZeRO-{self.job.stage}"
+        others = "".join(f"{axis} {size}, " for axis, size in self.script_axes.items())
+        return f"tp {topology.tp}, {others}etp {topology.etp}, ep {topology.ep}, ZeRO-{self.job.stage}"
+
+    @property
+    def script_axes(self) -> dict[str, int]:
+        """cp and pp where they are above 1: no config file holds them, the training script sets them up."""
+        sizes = {"cp": self.topology.cp, "pp": self.topology.pp}
+        return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def rank_layouts(
@@ -53,51 +63,97 @@ def rank_layouts(
     micro_batch: int = 1,
     stages: Sequence[int] = STAGES,
     recompute: bool = True,
+    micro_batches: int = 1,
+    cp: Container[int] = (1,),
+    pp: Container[int] = (1,),
 ) -> list[Proposal]:
     """All layouts that `ds-etp check` and the model's layers take, best first.
 
     Args:
         facts, hardware: what is split, and over what.
-        sequence, micro_batch, recompute: see `Job`.
+        sequence, micro_batch, recompute, micro_batches: see `Job`.
         stages: ZeRO stages to consider.
+        cp, pp: which of those sizes to consider.
 
     Raises:
         ConfigError: there is no layout at all.
     """
     proposals = [
-        _proposal(facts, hardware, topology, choice, Job(sequence, micro_batch, stage, recompute))
-        for topology in topologies(facts, hardware)
+        _proposal(
+            facts,
+            hardware,
+            topology,
+            choice,
+            Job(sequence, micro_batch, stage, recompute, micro_batches=micro_batches),
+        )
+        for topology in topologies(facts, hardware, cp=cp, pp=pp)
+        if sequence % topology.cp == 0
         for choice in [_choice(facts, hardware, topology)]
         for stage in stages
+        if passes(check_axes, topology, stage)
     ]
     if not proposals:
-        raise ConfigError(f"No layout of {facts.name} works on {hardware.gpus} GPUs.")
+        raise ConfigError(
+            f"No layout of {facts.name} works on {hardware.gpus} GPUs with sequences of {sequence:,} tokens, ZeRO "
+            f"{', '.join(map(str, stages))}, and the sizes asked for."
+        )
     return sorted(proposals, key=_order)
 
 
-def topologies(facts: ModelFacts, hardware: Hardware) -> Iterator[Topology]:
+def passes(check: Callable[..., object], *arguments: object) -> bool:
+    """Whether a check refuses nothing."""
+    try:
+        check(*arguments)
+    except ConfigError:
+        return False
+    return True
+
+
+def topologies(facts: ModelFacts, hardware: Hardware, *, cp: Container[int], pp: Container[int]) -> Iterator[Topology]:
     """Sizes that divide what they split. Tensor parallel groups stay within a node: they talk in every layer."""
-    gpus = hardware.gpus
-    for tp in _divisors(gpus):
-        if tp > hardware.per_node or hardware.per_node % tp or not facts.takes_tp(tp):
+    for stages in _divisors(hardware.gpus):
+        if stages not in pp or not _takes_pp(facts, stages):
             continue
-        for ep in _divisors(gpus):
-            if facts.experts % ep or facts.spare_experts % ep:
+        ranks = hardware.gpus // stages
+        for tp in _divisors(ranks):
+            if tp > hardware.per_node or hardware.per_node % tp or not facts.takes_tp(tp):
                 continue
-            for etp in _divisors(gpus // ep):
-                if facts.columns % etp == 0:
-                    yield Topology(gpus, tp=tp, etp=etp, ep=ep)
+            for sharing in _divisors(ranks // tp):
+                if sharing in cp and _takes_cp(facts, Topology(ranks, tp=tp, cp=sharing)):
+                    yield from _with_experts(facts, Topology(hardware.gpus, tp=tp, cp=sharing, pp=stages))
+
+
+def _takes_pp(facts: ModelFacts, stages: int) -> bool:
+    if stages == 1:
+        return True
+    return not facts.no_pp and passes(check_stages, Topology(stages, pp=stages), facts.layers)
+
+
+def _takes_cp(facts: ModelFacts, dense: Topology) -> bool:
+    if dense.cp == 1:
+        return True
+    return not facts.no_cp and passes(check_sequence_heads, dense, facts.heads, facts.key_value_heads)
+
+
+def _with_experts(facts: ModelFacts, dense: Topology) -> Iterator[Topology]:
+    ranks = dense.world // dense.pp
+    for ep in _divisors(ranks):
+        if facts.experts % ep or facts.spare_experts % ep:
+            continue
+        for etp in _divisors(ranks // ep):
+            if facts.columns % etp == 0:
+                yield replace(dense, etp=etp, ep=ep)
 
 
 def ds_config(proposal: Proposal) -> dict[str, Any]:
-    """The DeepSpeed config of a layout."""
+    """The DeepSpeed config of a layout. What it can't hold is in `script_notes`."""
     topology, job = proposal.topology, proposal.job
     zero: dict[str, Any] = {"stage": job.stage}
     if job.stage:
         zero["reduce_bucket_size"] = BUCKET
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": job.micro_batches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
@@ -111,6 +167,28 @@ def ds_config(proposal: Proposal) -> dict[str, Any]:
         "plan": proposal.choice.plan,
     }
     return config
+
+
+def script_notes(proposal: Proposal) -> list[str]:
+    """What the training script has to do for a layout: cp and pp have no key in DeepSpeed's config."""
+    topology, job = proposal.topology, proposal.job
+    notes = []
+    if topology.cp > 1:
+        notes.append(
+            f"cp {topology.cp} is set up by the script, once model.config.head_dim is a number: mpu = "
+            'UlyssesSPAttentionHF.register_with_transformers(model, core_attn_implementation="sdpa", '
+            f"sequence_parallel_size={topology.cp}, micro_batch_size={job.micro_batch}), then "
+            "deepspeed.initialize(..., mpu=mpu). With Trainer: "
+            f'ParallelismConfig(sp_size={topology.cp}, sp_backend="deepspeed").'
+        )
+    if topology.pp > 1:
+        interval = ", activation_checkpoint_interval=1" if job.recompute else ""
+        notes.append(
+            f"pp {topology.pp} is set up by the script: deepspeed.initialize(model=PipelineModule(layers, "
+            f'num_stages={topology.pp}, partition_method="parameters"{interval})), trained by engine.train_batch. '
+            f"gradient_accumulation_steps, {job.micro_batches}, is its number of micro batches."
+        )
+    return notes
 
 
 def _choice(facts: ModelFacts, hardware: Hardware, topology: Topology) -> Choice:
@@ -147,5 +225,6 @@ def _order(proposal: Proposal) -> tuple[Any, ...]:
     return not proposal.fits, not proposal.aligned, wanted, proposal.memory.peak, proposal.job.stage
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, number + 1) if number % size == 0)

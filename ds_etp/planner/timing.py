@@ -3,51 +3,63 @@
 Nothing overlaps in it, experts get equal shares, and matrix products run at one rate except where a tile of 128 x 128
 isn't filled or the weights take longer to read than to multiply.
 
-Legend: T tokens of a rank's batch, t = T / tp tokens it owns, H hidden size, I intermediate size of an expert,
+Legend: T tokens of a rank's micro batch, t = T / tp tokens it owns, H hidden size, I intermediate size of an expert,
 E experts, K experts per token, c = ep * etp.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ds_etp.planner.activations import exchanged_width
 from ds_etp.planner.hardware import Hardware
-from ds_etp.planner.memory import Job, elements
+from ds_etp.planner.job import Job
+from ds_etp.planner.memory import elements
 from ds_etp.planner.model import ModelFacts
-from ds_etp.topology import GroupKind, Topology
+from ds_etp.topology import Topology
 from ds_etp.wire import Traffic
 
 _TILE = 128
+EXCHANGES = 4  # messages of Ulysses in a layer: queries, keys, values, and the result
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step, and what a rank sends in it.
+    """Seconds of one step of the slowest pipeline stage, and what a rank sends in it.
 
     Attributes:
         dense, experts: multiplying.
         dispatch: tokens to experts and back.
         attention: what AutoTP sends over tp.
+        context: heads exchanged over cp.
+        pipe: activations and gradients to the stages beside.
+        bubble: waiting for other stages, as the pipeline fills and empties.
         data: gradients and weights over the ranks that hold the same ones.
         rows, bytes: what dispatch sends, forward and backward: rows of H, and bytes with the gathers over tp.
         expert_efficiency: the part of the stated rate the experts' products reach.
         tokens: tokens the whole job has trained on after the step.
+        stage: the slowest stage, from 0.
     """
 
     dense: float
     experts: float
     dispatch: float
     attention: float
+    context: float
+    pipe: float
+    bubble: float
     data: float
     rows: float
     bytes: float
     expert_efficiency: float
     tokens: int
+    stage: int
 
     @property
     def seconds(self) -> float:
         """All of it, one after the other."""
-        return self.dense + self.experts + self.dispatch + self.attention + self.data
+        working = self.dense + self.experts + self.dispatch + self.attention + self.context + self.pipe
+        return working + self.bubble + self.data
 
     @property
     def rate(self) -> float:
@@ -56,40 +68,71 @@ class Timing:
 
 
 def timing_of(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware, traffic: Traffic) -> Timing:
-    """The time of one step of one micro batch.
+    """The time of one step.
 
     Args:
         traffic: what the layout's plan moves in one layer.
     """
+    stages = facts.distinct_stages(topology.pp)
+    timings = (_stage_timing(facts, topology, job, hardware, traffic, stage) for stage in stages)
+    return max(timings, key=lambda timing: timing.seconds)
+
+
+def _stage_timing(
+    whole: ModelFacts, topology: Topology, job: Job, hardware: Hardware, traffic: Traffic, stage: int
+) -> Timing:
+    facts, times, tokens = whole.stage(topology.pp, stage), job.micro_batches, job.tokens(topology)
     passes = 4 if job.recompute else 3  # forward, and twice as much backward
     sends = 3 if job.recompute else 2
-    owned = job.tokens / topology.tp
+    owned = tokens / topology.tp
     experts, efficiency = _experts(facts, topology, owned, job.itemsize, hardware)
     row = facts.hidden * job.itemsize
-    rows = traffic.total * owned * facts.moe_layers * sends
     sent = {kind: count * owned * row / hardware.rate(topology, kind) for kind, count in traffic.rows.items()}
     gathers = traffic.tp_rows * owned * row / hardware.rate(topology, "tp")
     messages = traffic.collectives / 2 * hardware.message
-    return Timing(
-        dense=passes * _dense(facts, topology, job) / hardware.flops,
-        experts=passes * experts,
-        dispatch=sends * facts.moe_layers * (sum(sent.values()) + gathers + messages),
-        attention=_attention(facts, topology, job, sends) / hardware.rate(topology, "tp"),
+    dispatches = times * sends * facts.moe_layers
+    timing = Timing(
+        dense=times * passes * _dense(facts, topology, job) / hardware.flops,
+        experts=times * passes * experts,
+        dispatch=dispatches * (sum(sent.values()) + gathers + messages),
+        attention=times * _attention(facts, topology, job, sends) / hardware.rate(topology, "tp"),
+        context=times * sends * facts.layers * _exchange(facts, topology, job, hardware),
+        pipe=times * _neighbours(facts, topology, job, hardware),
+        bubble=0.0,
         data=_data(facts, topology, job, hardware),
-        rows=rows,
-        bytes=traffic.bytes(owned, facts.hidden, job.itemsize) / 2 * sends * facts.moe_layers,
+        rows=dispatches * traffic.total * owned,
+        bytes=dispatches * traffic.bytes(owned, facts.hidden, job.itemsize) / 2,
         expert_efficiency=efficiency,
-        tokens=job.tokens * topology.dp * topology.cp,
+        tokens=times * tokens * topology.dp * topology.cp,
+        stage=stage,
     )
+    return replace(timing, bubble=(topology.pp - 1) / times * (timing.seconds - timing.data))
 
 
 def _dense(facts: ModelFacts, topology: Topology, job: Job) -> float:
     """Operations of a forward pass outside experts. What AutoTP leaves whole is done by each of its ranks."""
     weights = sum(w.local(topology) * w.copies for w in facts.weights if w.multiplied and not w.is_expert)
     split = topology.tp if facts.splits_attention else 1
-    # A token looks at half of its sequence on average, once for the scores and once for the values.
+    # A token looks at half of its sequence on average, once for the scores and once for the values. Of ranks that share
+    # a sequence each does so for a part of the heads: as much as for its own tokens with all of them.
     scores = 2 * 2 * job.sequence / 2 * facts.output_width / split * facts.layers
-    return job.tokens * (2 * weights + scores)
+    return job.tokens(topology) * (2 * weights + scores)
+
+
+def _exchange(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware) -> float:
+    """Seconds in one layer: queries, keys and values to the ranks with their heads, and the result back."""
+    if topology.cp == 1:
+        return 0.0
+    entries = job.tokens(topology) * exchanged_width(facts, topology) * (topology.cp - 1) / topology.cp
+    return entries * job.itemsize / hardware.rate(topology, "cp") + EXCHANGES * hardware.message
+
+
+def _neighbours(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware) -> float:
+    """Seconds in one micro batch: T x H to the next stage, and as much of gradients to the one before."""
+    if topology.pp == 1:
+        return 0.0
+    row = job.tokens(topology) * facts.hidden * job.itemsize
+    return 2 * (row / hardware.rate(topology, "pp") + hardware.message)
 
 
 def _experts(
@@ -121,18 +164,21 @@ def _attention(facts: ModelFacts, topology: Topology, job: Job, sends: int) -> f
         return 0.0
     part = (topology.tp - 1) / topology.tp
     blocks = facts.dense_splits * facts.layers * sends * 2 * facts.hidden
-    return part * job.tokens * (blocks + facts.vocab) * job.itemsize
+    logits = facts.vocab if facts.makes_logits else 0
+    return part * job.tokens(topology) * (blocks + logits) * job.itemsize
 
 
 def _data(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware) -> float:
-    """Seconds of reducing gradients and gathering weights: both once, and ZeRO-3 gathers twice (and recomputing)."""
-    moves = 2 if job.stage < 3 else 3
+    """Seconds of reducing gradients and gathering weights.
+
+    ZeRO 0 and 1 do each once in a step. ZeRO-2 reduces in each micro batch, and ZeRO-3 gathers twice in each besides.
+    """
+    moves = {2: job.micro_batches + 1, 3: 3 * job.micro_batches}.get(job.stage, 2)
+    dense_rate = min(hardware.rate(topology, "dp"), hardware.rate(topology, "cp"))
     seconds = 0.0
-    kinds: tuple[tuple[bool, GroupKind, int], ...] = (
-        (False, "dp", topology.dp * topology.cp),
-        (True, "expert_dp", topology.edp),
-    )
-    for expert, kind, ranks in kinds:
-        sent = moves * (ranks - 1) / ranks * elements(facts, topology, expert=expert) * job.itemsize
-        seconds += sent / hardware.rate(topology, kind)
+    for expert, rate, ranks in (
+        (False, dense_rate, topology.dp * topology.cp),
+        (True, hardware.rate(topology, "expert_dp"), topology.edp),
+    ):
+        seconds += moves * (ranks - 1) / ranks * elements(facts, topology, expert=expert) * job.itemsize / rate
     return seconds

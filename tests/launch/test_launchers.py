@@ -171,6 +171,7 @@ def test_a_rank_that_raises_ends_the_job(config: Path) -> None:
 # The ranks each file fits, and the (etp, ep) it comes to there.
 SHIPPED = {
     "demo.json": (4, 4, 1),
+    "ep2_zero3.json": (2, 1, 2),
     "offload.json": (2, 2, 1),
     "tp_etp_ep.json": (4, 2, 2),
     "zero1.json": (2, 2, 1),

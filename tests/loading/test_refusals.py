@@ -22,6 +22,7 @@ from tests.launcher import Launcher
 from tests.loading.test_weights import engine_of, plainly
 from tests.models import make_batch
 from tests.oracle import Recipe
+from tests.sequence.runs import Sequences, ulysses
 from tests.sharded import Layout, ds_config, full_tensors, weight
 
 PAIR = Layout(world=2, etp=2)
@@ -118,6 +119,21 @@ def test_offline(launcher: Launcher) -> None:
         assert kind == "CheckpointError"
         assert "no/model" in message
         assert "offline" in message.lower()
+
+
+def refusal_under_ulysses(folder: str, config: dict[str, Any]) -> tuple[str, str]:
+    """The same where Ulysses was registered before, for another model."""
+    with ulysses(Sequences().model(), Layout(world=2, sp=2), rows=1):
+        return refusal([folder] * 2, config)
+
+
+def test_the_sequence_size_is_known(launcher: Launcher, tmp_path: Path) -> None:
+    """Ulysses told of ranks that share a sequence: the heads of the model that is loaded have to fit."""
+    changes = (("num_attention_heads", 1), ("num_key_value_heads", 1), ("head_dim", 8))
+    Recipe(changes=changes).model().save_pretrained(tmp_path)
+    for kind, message in launcher.run(2, refusal_under_ulysses, folder=str(tmp_path), config=ds_config(Recipe(), PAIR)):
+        assert kind == "ConfigError"
+        assert message.startswith("sequence parallel size=2 does not split attention: the model's 1 attention heads")
 
 
 def unreadable(folder: str, layout: Layout) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,26 @@ def test_plan_writes_what_check_takes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ["ep", row[3]] in cells(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("axis", "size"), [("cp", "4"), ("pp", "3")])
+def test_plan_says_what_no_config_holds(
+    axis: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    gpus = ["--gpus", "24"]
+    assert main(["plan", "--model", QWEN, *gpus, f"--{axis}", f"{size},", "--top", "2", "--write", str(path)]) == 0
+    out = capsys.readouterr().out
+    layouts = [row for row in cells(out) if len(row) == 15]
+    assert [row[2] for row in layouts] == [size, size]
+    what = {row[1] for row in cells(out) if len(row) == 3}
+    assert what >= ({"Ulysses"} if axis == "cp" else {"pipeline messages", "pipeline bubble"})
+    assert f"- {axis} {size} is set up by the script" in out
+    assert json.loads(path.read_text())["gradient_accumulation_steps"] == (12 if axis == "pp" else 1)
+    command = out.partition("Check it: ds-etp ")[2].split()
+    assert command == ["check", str(path), *gpus, f"--{axis}", size, "--model", QWEN]
+    assert main(command[:-2]) == 0
+    assert [axis, size] in cells(capsys.readouterr().out)
+
+
 def test_plan_takes_a_folder_and_counts_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "My-Model"
     folder.mkdir()
@@ -91,6 +111,7 @@ def test_plan_says_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
         (["--model", QWEN, "--gpus", "12"], "8 ranks a node do not divide 12 GPUs: give --nodes"),
         (["--model", QWEN, "--gpus", "8", "--tflops", "0"], "flops=0.0 is not above 0"),
         (["--model", QWEN, "--gpus", "8", "--choose", "5000"], "--choose 5000: there are"),
+        (["--model", QWEN, "--gpus", "8", "--pp", "4,", "--zero", "2"], "No layout of Qwen3-30B-A3B works on 8 GPUs"),
         (["--model", QWEN, "--gpus", "8", "--chart", "plan.unknown"], "--chart plan.unknown"),
         (["--model", QWEN, "--gpus", "8", "--write", "no/such/folder/ds.json"], "no/such/folder/ds.json"),
         (["--model", __file__, "--gpus", "8"], "is not JSON"),
@@ -105,6 +126,13 @@ def test_plan_refuses(arguments: list[str], message: str, capsys: pytest.Capture
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("size", ["0", "1,x", ",", "-2"])
+def test_sizes_that_are_none(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", QWEN, "--gpus", "8", f"--cp={size}"])
+    assert "is no size and no list of sizes" in capsys.readouterr().err
 
 
 def test_plan_names_what_a_config_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,8 +152,9 @@ def test_plan_needs_no_torch_and_little_time() -> None:
         "print([name for name in ('torch', 'deepspeed', 'transformers', 'matplotlib') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, "plan", "--model", str(path_of("DeepSeek-V3")), "--gpus", "512"]
-    start = time.perf_counter()
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.rstrip().endswith("[]")
-    assert time.perf_counter() - start < 2
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime < 2  # of the CPU: other jobs may run too

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ds_etp.planner.configs import read_facts
-from ds_etp.planner.memory import Job, memory_of
+from ds_etp.planner.job import Job
+from ds_etp.planner.memory import memory_of
 from ds_etp.topology import Topology
 from tests.launcher import Launcher
-from tests.oracle import Recipe
-from tests.sharded import Layout, make_engine
+from tests.sequence.runs import Sequences, engine_for
+from tests.sharded import Layout
 
 ROWS, LENGTH = 2, 128
 # Wide enough that what grows with T x H and T x I outweighs indices, masks and the tables of rotary embeddings.
@@ -25,9 +26,9 @@ CHANGES = {
     "output_router_logits": False,
     "attn_implementation": "sdpa",
 }
-# head_dim follows the hidden size in Mixtral; DeepSeek has dimensions of its own.
+# DeepSeek has dimensions of its own.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_key_value_heads": 4, "intermediate_size": 256, "num_local_experts": 8},
+    "mixtral": {"num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 256, "num_local_experts": 8},
     "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 192, "num_experts": 8, "head_dim": 32},
     "gpt_oss": {
         "num_key_value_heads": 4,
@@ -51,14 +52,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_of(family: str) -> Recipe:
+def recipe_of(family: str) -> Sequences:
     # A small vocabulary: of logits autograd keeps fewer bytes than a step has at its peak.
-    return Recipe(family, changes=tuple((CHANGES | FAMILIES[family]).items()), implementation="grouped_mm")
+    return Sequences(family, changes=tuple((CHANGES | FAMILIES[family]).items()), implementation="grouped_mm")
 
 
-def kept_bytes(recipe: Recipe, layout: Layout) -> int:
+def kept_bytes(recipe: Sequences, layout: Layout) -> int:
     """Bytes that autograd keeps of a forward pass, weights apart."""
-    engine = make_engine(recipe, layout)
+    with engine_for(recipe, layout) as engine:
+        return _kept_by(engine, layout)
+
+
+def _kept_by(engine: Any, layout: Layout) -> int:
     weights = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
     kept: dict[int, Tensor] = {}
     scores: set[int] = set()
@@ -73,12 +78,13 @@ def kept_bytes(recipe: Recipe, layout: Layout) -> int:
         return tensor
 
     generator = torch.Generator().manual_seed(torch.distributed.get_rank() // layout.tp)
-    ids = torch.randint(0, 96, (ROWS, LENGTH), generator=generator)
+    ids = torch.randint(0, 96, (ROWS, LENGTH // layout.sp), generator=generator)
+    positions = torch.arange(ids.shape[1]) + torch.distributed.get_rank() % layout.sp * ids.shape[1]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions.expand_as(ids).contiguous()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = engine(input_ids=ids, labels=ids).loss
+        loss = engine(**batch).loss
     total = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in scores)
     engine.backward(loss)  # peers are in it too
-    engine.destroy()
     return total
 
 
@@ -90,15 +96,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+SHARED = Layout(world=2, sp=2, etp=2, dtype="bf16")  # each sequence by two ranks: Ulysses
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*((family, layout) for family in FAMILIES for layout in LAYOUTS), ("mixtral", SHARED)],
+    ids=str,
+)
 def test_activations_are_within_a_tenth(launcher: Launcher, family: str, layout: Layout) -> None:
     recipe = recipe_of(family)
     facts = read_facts(recipe.model().config.to_dict(), family)
-    topology = Topology(layout.world, tp=layout.tp, etp=layout.etp, ep=layout.ep)
+    topology = Topology(layout.world, tp=layout.tp, cp=layout.sp, etp=layout.etp, ep=layout.ep)
     memory = memory_of(facts, topology, Job(LENGTH, ROWS, 1, recompute=False))
     planned = sum(line.bytes for line in memory.lines if line.name in ("activations", "dispatch buffers"))
     results = launcher.run(2, kept_bytes, recipe=recipe, layout=layout)
-    logits = ROWS * LENGTH * facts.vocab * 4  # of them autograd keeps the log-softmax in fp32
+    logits = ROWS * LENGTH // layout.sp * facts.vocab * 4  # of them autograd keeps the log-softmax in fp32
     # Planned for uniform routing: of dealt-out experts one rank has more tokens, the other fewer.
     assert sum(results) / len(results) == pytest.approx(planned + logits, rel=0.1)

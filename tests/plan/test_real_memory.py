@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_etp.planner.configs import read_facts
-from ds_etp.planner.memory import Job, states
+from ds_etp.planner.job import Job
+from ds_etp.planner.memory import states
 from ds_etp.topology import Topology
 from tests.launcher import Launcher
 from tests.oracle import Recipe

@@ -172,6 +172,21 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"ep_size": 16, "gpus": 16},
         "expert_tensor_parallel.ep_size=16 cannot shard model.layers.0.mlp.experts: number of experts 8 is not",
     ),
+    "cp": (
+        TINY_MIXTRAL | {"intermediate_size": 64},
+        {"gpus": 12, "axes": ["--cp", "3"]},
+        "sequence parallel size=3 does not split attention: the model's 4 attention heads are not divisible by 3",
+    ),
+    "cp of latents": (
+        DEEPSEEK_V3 | {"num_hidden_layers": 4},
+        {"axes": ["--cp", "2"]},
+        "sequence parallel size=2 does not split the attention of DeepseekV3ForCausalLM: Ulysses takes queries, keys",
+    ),
+    "pp": (
+        TINY_MIXTRAL | {"intermediate_size": 64},
+        {"gpus": 12, "axes": ["--pp", "3"]},
+        "pipeline parallel size=3 is more than the model's 2 layers. Values that work: 1 to 2.",
+    ),
     "grouped_mm": (TINY_MIXTRAL, {"etp_size": 2}, "needs a multiple of 16"),
     "dense": (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1},
@@ -193,7 +208,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusals(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, arguments, message = REFUSALS[case]
-    assert check(tmp_path, write_model(tmp_path, config), **arguments) == 2
+    sizes = {name: value for name, value in arguments.items() if name != "axes"}
+    assert check(tmp_path, write_model(tmp_path, config), *arguments.get("axes", ()), **sizes) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err

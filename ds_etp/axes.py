@@ -1,0 +1,103 @@
+"""Which parallel sizes of the dense path go together: rules that the engine, `ds-etp check` and the planner share.
+
+From sizes alone, no torch. Experts' own sizes are checked in `config`.
+"""
+
+from __future__ import annotations
+
+from ds_etp.errors import config_error
+from ds_etp.host_options import AUTOTP
+from ds_etp.topology import Topology
+
+# ZeRO stages that pipelines work with: DeepSpeed's pipeline engine takes no others. Empty: there are no pipelines.
+PIPELINE_ZERO: tuple[int, ...] = (0, 1)
+# Whether layers may be split over tp, and sequences over cp, inside a pipeline stage.
+PIPELINE_TP = True
+PIPELINE_CP = False
+
+# What DeepSpeed's Ulysses (0.19.8) can't share between ranks.
+HEAD_SIZES = "Ulysses takes queries, keys and values of one size a head"
+HEAD_SINKS = "Ulysses does not split the number that its attention learns for each head"
+
+CP = "sequence parallel size"
+PP = "pipeline parallel size"
+
+
+def check_axes(topology: Topology, stage: int) -> None:
+    """Refuses pipelines with what they don't work with.
+
+    Args:
+        topology: sizes of both paths.
+        stage: the ZeRO stage.
+
+    Raises:
+        ConfigError: names the key to change.
+    """
+    if topology.pp == 1:
+        return
+    if not PIPELINE_ZERO:
+        raise config_error(PP, topology.pp, "is not supported", works="1")
+    if stage not in PIPELINE_ZERO:
+        raise config_error(
+            "zero_optimization.stage",
+            stage,
+            f"does not work with {PP} {topology.pp}: a pipeline keeps whole gradients until its last micro batch",
+            works=PIPELINE_ZERO,
+        )
+    if topology.tp > 1 and not PIPELINE_TP:
+        raise config_error(AUTOTP, topology.tp, f"does not work with {PP} {topology.pp}", works="1")
+    if topology.cp > 1 and not PIPELINE_CP:
+        raise config_error(CP, topology.cp, f"does not work with {PP} {topology.pp}", works="1")
+
+
+def check_sequence_heads(topology: Topology, heads: int, key_value_heads: int) -> None:
+    """Refuses head counts that ranks which share a sequence (Ulysses), and those of AutoTP, can't divide.
+
+    Args:
+        topology: sizes of both paths.
+        heads, key_value_heads: of the whole model's attention.
+
+    Raises:
+        ConfigError: tp x cp does not divide the heads, tp the key and value heads, or of those that tp leaves and cp
+            neither divides the other.
+    """
+    tp, cp = topology.tp, topology.cp
+    if cp == 1:
+        return
+    if tp == 1:
+        if heads % cp or not _share(key_value_heads, cp):
+            raise config_error(
+                CP,
+                cp,
+                f"does not split attention: the model's {heads} attention heads are not divisible by {cp}"
+                if heads % cp
+                else f"does not split attention: neither it nor the {key_value_heads} key and value heads divide the "
+                "other",
+                works=(size for size in range(1, heads + 1) if heads % size == 0 and _share(key_value_heads, size)),
+            )
+        return
+    for what, count, size, works in (
+        ("attention heads", heads, tp * cp, "of which tp x sequence parallel size is a divisor"),
+        ("key and value heads", key_value_heads, tp, "of which tp is a divisor"),
+    ):
+        if count % size:
+            rule = f"with {CP} {cp}: the model's {count} {what} are not divisible by {size}"
+            raise config_error(AUTOTP, tp, rule, works=f"sizes {works}")
+    left = key_value_heads // tp
+    if not _share(left, cp):
+        rule = f"with {CP} {cp}: neither it nor the {left} key and value heads that tp leaves a rank divide the other"
+        raise config_error(AUTOTP, tp, rule, works="sizes of which one divides the other")
+
+
+def check_stages(topology: Topology, layers: int) -> None:
+    """Refuses more pipeline stages than the model has layers.
+
+    Raises:
+        ConfigError: names the most that work.
+    """
+    if topology.pp > layers:
+        raise config_error(PP, topology.pp, f"is more than the model's {layers} layers", works=f"1 to {layers}")
+
+
+def _share(one: int, other: int) -> bool:
+    return one % other == 0 or other % one == 0
