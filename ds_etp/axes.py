@@ -11,6 +11,7 @@ from ds_etp.topology import Topology
 
 # ZeRO stages that pipelines work with: DeepSpeed's pipeline engine takes no others. Empty: there are no pipelines.
 PIPELINE_ZERO: tuple[int, ...] = (0, 1)
+PIPELINE_DTYPES = (None, "bfloat16")
 # Whether layers may be split over tp, and sequences over cp, inside a pipeline stage.
 PIPELINE_TP = True
 PIPELINE_CP = False
@@ -23,12 +24,13 @@ CP = "sequence parallel size"
 PP = "pipeline parallel size"
 
 
-def check_axes(topology: Topology, stage: int) -> None:
+def check_axes(topology: Topology, stage: int, half_dtype: str | None = None) -> None:
     """Refuses pipelines with what they don't work with.
 
     Args:
         topology: sizes of both paths.
         stage: the ZeRO stage.
+        half_dtype: as `host_options.half_dtype` reads it.
 
     Raises:
         ConfigError: names the key to change.
@@ -44,6 +46,8 @@ def check_axes(topology: Topology, stage: int) -> None:
             f"does not work with {PP} {topology.pp}: a pipeline keeps whole gradients until its last micro batch",
             works=PIPELINE_ZERO,
         )
+    if half_dtype not in PIPELINE_DTYPES:
+        raise config_error("fp16.enabled", True, f"was not tried with {PP} {topology.pp}", works="bf16, or neither")
     if topology.tp > 1 and not PIPELINE_TP:
         raise config_error(AUTOTP, topology.tp, f"does not work with {PP} {topology.pp}", works="1")
     if topology.cp > 1 and not PIPELINE_CP:

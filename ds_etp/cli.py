@@ -18,7 +18,7 @@ from ds_etp.axes import check_axes
 from ds_etp.config import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
 from ds_etp.config_file import read_config_file
 from ds_etp.errors import CheckpointError, ConfigError
-from ds_etp.host_options import BLOCK, autotp_size, check_host_options, zero_stage
+from ds_etp.host_options import BLOCK, autotp_size, check_host_options, half_dtype, zero_stage
 from ds_etp.log import console_for_tables
 from ds_etp.plan_command import add_plan
 from ds_etp.topology import GroupKind, Topology
@@ -131,7 +131,7 @@ def _check(args: argparse.Namespace) -> int:
     check_host_options(ds_config, args.gpus)
     topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
     check_plan(block, topology)
-    check_axes(topology, zero_stage(ds_config))
+    check_axes(topology, zero_stage(ds_config), half_dtype(ds_config))
     if args.model is not None:
         return _check_model(args, ds_config, topology, block)
     Console(highlight=False).print(_table("Layout", ("size", "value"), layout_table(topology, block)))

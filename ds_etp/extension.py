@@ -20,7 +20,7 @@ from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.experts import Shard, check_sizes, shard_in_place
 from ds_etp.groups import ExpertGroups, check_name
-from ds_etp.host_options import check_host_options
+from ds_etp.host_options import check_host_options, half_dtype
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.reader import ShardReader
 from ds_etp.loading.unread import is_unread, unread_modules, with_progress
@@ -86,7 +86,7 @@ class _Events:
         cp = _context_size(engine)
         check_sequence_version(cp)
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
-        check_axes(topology, int(engine.zero_optimization_stage()))
+        check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
         block_config.check_plan(block, topology)
         check_name(topology)
         engine.ds_etp = Extension(block, topology)

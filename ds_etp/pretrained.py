@@ -20,7 +20,7 @@ from ds_etp.config_file import read_config_file
 from ds_etp.errors import CheckpointError, config_error
 from ds_etp.extension import register
 from ds_etp.families import find_experts, read_layout
-from ds_etp.host_options import autotp_size, check_host_options, zero_stage
+from ds_etp.host_options import autotp_size, check_host_options, half_dtype, zero_stage
 from ds_etp.loading.unread import leave_unread
 from ds_etp.model_checks import check_divisible
 from ds_etp.patches.exports import as_dtype
@@ -115,7 +115,7 @@ def _checked_topology(
     check_sequence_version(cp)
     topology = block_config.resolve(block, world=world, tp=autotp_size(raw), cp=cp)
     block_config.check_plan(block, topology)
-    check_axes(topology, zero_stage(raw))
+    check_axes(topology, zero_stage(raw), half_dtype(raw))
     for name, advice in _REFUSED.items():
         if model_kwargs.get(name):
             raise config_error(

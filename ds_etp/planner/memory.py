@@ -80,6 +80,8 @@ def partition(facts: ModelFacts, topology: Topology, stage: int, *, expert: bool
 
 def states(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Line, ...]:
     """Parameters, gradients and optimizer: what doesn't depend on the batch."""
+    if adds_up_in_fp32(topology, job):
+        return _states_in_fp32(facts, topology, job)
     kinds = (False, True)
     whole = sum(elements(facts, topology, expert=kind) for kind in kinds)
     shares = [partition(facts, topology, job.stage, expert=kind) for kind in kinds]
@@ -115,6 +117,32 @@ def states(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Line, ...]:
     if size < 4:
         lines.append(_step_line(shares, stage, size))
     return tuple(lines)
+
+
+def adds_up_in_fp32(topology: Topology, job: Job) -> bool:
+    """Whether gradients are fp32: DeepSpeed's pipelines in bf16 at ZeRO 0 have an optimizer of their own kind.
+
+    `BF16_Optimizer` (0.19.8) shares its states as ZeRO-1 does.
+    """
+    return topology.pp > 1 and job.stage == 0 and job.itemsize < 4
+
+
+def _states_in_fp32(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Line, ...]:
+    kinds, size = (False, True), job.itemsize
+    whole = sum(elements(facts, topology, expert=kind) for kind in kinds)
+    share = sum(partition(facts, topology, 1, expert=kind) for kind in kinds)
+    ways = f"1/{topology.dp * topology.cp} of the dense and 1/{topology.edp} of the expert weights"
+    return (
+        Line("parameters", whole * size, "always", f"{size} bytes each of {whole:,} weights of this rank"),
+        Line("gradients", whole * 4, "always", "a bf16 pipeline at ZeRO-0 adds them up in fp32, 4 bytes each"),
+        Line(
+            "optimizer",
+            share * (_MASTER + _MOMENTS),
+            "always",
+            f"fp32 copy and AdamW's two moments, {_MASTER + _MOMENTS} bytes each, {ways}, as in ZeRO-1",
+        ),
+        Line("other gradients", whole * size, "backward", f"of one micro batch, {size} bytes each"),
+    )
 
 
 def _step_line(shares: list[int], stage: int, size: int) -> Line:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ds_etp.planner.activations import exchanged_width
 from ds_etp.planner.hardware import Hardware
 from ds_etp.planner.job import Job
-from ds_etp.planner.memory import elements
+from ds_etp.planner.memory import adds_up_in_fp32, elements
 from ds_etp.planner.model import ModelFacts
 from ds_etp.topology import Topology
 from ds_etp.wire import Traffic
@@ -174,11 +174,13 @@ def _data(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware) -
     ZeRO 0 and 1 do each once in a step. ZeRO-2 reduces in each micro batch, and ZeRO-3 gathers twice in each besides.
     """
     moves = {2: job.micro_batches + 1, 3: 3 * job.micro_batches}.get(job.stage, 2)
+    # Its gradients are all-reduced in fp32, its weights gathered in bf16.
+    each = 2 * 4 + job.itemsize if adds_up_in_fp32(topology, job) else moves * job.itemsize
     dense_rate = min(hardware.rate(topology, "dp"), hardware.rate(topology, "cp"))
     seconds = 0.0
     for expert, rate, ranks in (
         (False, dense_rate, topology.dp * topology.cp),
         (True, hardware.rate(topology, "expert_dp"), topology.edp),
     ):
-        seconds += moves * (ranks - 1) / ranks * elements(facts, topology, expert=expert) * job.itemsize / rate
+        seconds += each * (ranks - 1) / ranks * elements(facts, topology, expert=expert) / rate
     return seconds

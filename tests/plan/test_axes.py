@@ -175,3 +175,9 @@ def test_heads_that_cannot_be_shared(tp: int, cp: int, heads: int, kv: int, says
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ConfigError, match="pipeline parallel size=4 is more than the model's 3 layers"):
         check_stages(Topology(4, pp=4), 3)
+
+
+def test_half_precision_of_pipelines() -> None:
+    check_axes(Topology(4, pp=2), 1, "bfloat16")
+    with pytest.raises(ConfigError, match=r"fp16\.enabled=True was not tried with pipeline parallel size 2"):
+        check_axes(Topology(4, pp=2), 1, "float16")
