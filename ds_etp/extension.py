@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from ds_etp.patches.loading import loading_patches
 from ds_etp.patches.peft import check_same_adapters, plain_path, split_adapters
 from ds_etp.patches.peft_autotp import adapters_split_with_layers
 from ds_etp.patches.replicas import check_first_gradients
+from ds_etp.patches.stage_norms import count_every_stage
+from ds_etp.patches.stages import checked_stages, gathered_choices, stage_count
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
@@ -50,7 +53,7 @@ class Extension:
     Attributes:
         block: the config block.
         topology: the sizes it came to.
-        layouts: the layout of each experts module, by path; empty until the model is known.
+        layouts: the layout of each experts module of this rank's stage, by path; empty until the model is known.
         groups: the process groups; None until the model is sharded.
         choices: the plan of each experts module, by path, and what it moves; empty until the model is sharded.
     """
@@ -75,9 +78,10 @@ class _Events:
         tp = max(engine.autotp_size(), 1)
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
+        pp = stage_count(engine)
         cp = _context_size(engine)
         check_sequence_version(cp)
-        topology = block_config.resolve(block, world=world, tp=tp, cp=cp)
+        topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         block_config.check_plan(block, topology)
         check_name(topology)
         engine.ds_etp = Extension(block, topology)
@@ -106,14 +110,15 @@ class _Events:
             extension.layouts = _checked_layouts(engine, model, extension.topology)
         if extension.topology.tp > 1 and extension.topology.cp > 1:
             sequence_tp.lay_out_sequences(engine, model, extension.topology)
-        extension.groups = groups = ExpertGroups(extension.topology)
+        pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
+        extension.groups = groups = ExpertGroups(extension.topology, pipeline)
         overrides.on_destroy(engine, groups.destroy)
         per_node = _ranks_per_node(engine.device)
         extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
         reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
-        engine.has_moe_layers = True
+        engine.has_moe_layers = bool(extension.layouts)
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
         _log(extension)
@@ -126,14 +131,9 @@ def _extension(engine: Any) -> Extension | None:
 
 
 def _context_size(engine: Any) -> int:
-    """cp; refuses the other axes."""
+    """cp; refuses an mpu of the caller's."""
     if engine.pipeline_parallelism:
-        raise config_error(
-            "expert_tensor_parallel",
-            "enabled",
-            "does not work with PipelineModule yet",
-            works="a model without pipeline",
-        )
+        return 1
     cp = sequence.sequence_parallel_size(engine)
     if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
         raise config_error(
@@ -157,7 +157,8 @@ def _refuse_unread(model: nn.Module) -> None:
 
 def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
-    return checked_layouts(model, topology, engine._config._param_dict, itemsize=2 if half else None)
+    check = partial(checked_layouts, model, topology, engine._config._param_dict, itemsize=2 if half else None)
+    return checked_stages(model, partial(check, is_stage=True)) if engine.pipeline_parallelism else check()
 
 
 def _ranks_per_node(device: torch.device) -> int:
@@ -209,6 +210,8 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     stage = int(engine.zero_optimization_stage())
     if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         optimizers.give_true_norm_at_stage_0(engine, groups)
+    if groups.topology.pp > 1:
+        overrides.after_optimizer(engine, lambda: count_every_stage(engine, groups))
     if groups.topology.cp > 1:
         sequence.average_over_all_ranks(engine)
         overrides.after_optimizer(engine, lambda: sequence.average_in_optimizer(engine))
@@ -218,12 +221,15 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
 
 
 def _log(extension: Extension) -> None:
+    topology, block = extension.topology, extension.block
+    choices = list(extension.choices.values())
+    if topology.pp > 1:
+        choices = gathered_choices(choices, topology)
     if dist.get_rank() != 0:
         return
-    topology, block = extension.topology, extension.block
     rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
-    rows.extend(plan_rows(extension.choices.values(), block))
-    rows.append(("experts modules", str(len(extension.layouts))))
+    rows.extend(plan_rows(choices, block))
+    rows.append(("experts modules", str(len(choices))))
     log_table("expert tensor parallelism", rows)
 
 

@@ -87,10 +87,14 @@ class ExpertGroups:
     Attributes:
         topology: the sizes the groups were made from.
         name: the name of the entry in DeepSpeed's table.
-        expt_tp, ep, expert_model_parallel, expert_dp, tp: peers along each axis.
+        expt_tp, ep, expert_model_parallel, expert_dp, tp, pp: peers along each axis.
+
+    Args:
+        topology: the sizes.
+        pipeline: the group of the ranks with this one's place in the other stages; None without pipeline.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, pipeline: dist.ProcessGroup | None = None) -> None:
         rank = dist.get_rank()
         self.topology = topology
         self.name = group_name(topology)
@@ -102,6 +106,7 @@ class ExpertGroups:
         self.ep = self._private_peers("ep", rank)
         attention = host.get_tensor_model_parallel_group() if topology.tp > 1 else None
         self.tp = self._peers("tp", rank, attention)
+        self.pp = self._peers("pp", rank, pipeline)
 
     def _peers(self, kind: GroupKind, rank: int, group: dist.ProcessGroup | None) -> Peers:
         ranks = self.topology.group_of(kind, rank)

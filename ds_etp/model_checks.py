@@ -22,7 +22,12 @@ from ds_etp.wire import Choice, choose_plan
 
 
 def checked_layouts(
-    model: nn.Module, topology: Topology, ds_config: Mapping[str, object], itemsize: int | None
+    model: nn.Module,
+    topology: Topology,
+    ds_config: Mapping[str, object],
+    itemsize: int | None,
+    *,
+    is_stage: bool = False,
 ) -> dict[str, ExpertsLayout]:
     """The layout of each experts module, once all of them are known to fit.
 
@@ -31,16 +36,17 @@ def checked_layouts(
         topology: what the config comes to.
         ds_config: the raw DeepSpeed config.
         itemsize: bytes of one weight while training; None: those that each module has now.
+        is_stage: the model is one stage of a pipeline, of which others may hold the experts.
 
     Returns:
-        Layouts by the path of the module, in the model's order; at least one.
+        Layouts by the path of the module, in the model's order; at least one, but for a stage.
 
     Raises:
         ConfigError: names the first layer or setting that doesn't work.
     """
     refuse_split_model(model)
     modules = find_experts(model)
-    if not modules:
+    if not modules and not is_stage:
         raise config_error(
             "expert_tensor_parallel.enabled",
             True,

@@ -154,14 +154,16 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -
     """The 2-norm of all gradients of the whole model, for unpartitioned reduced gradients (stage 0).
 
     Expert shards differ over the expert-model-parallel group and repeat over `expert_dp`; AutoTP's shards
-    differ over the tensor-parallel group; everything else repeats on every rank.
+    differ over the tensor-parallel group; everything else repeats on every rank of a pipeline stage. Of what stages
+    share, the first one's counts.
 
     Returns:
         A scalar on the gradients' device, without a host sync.
     """
+    parameters = list(parameters)
     squares: dict[str, list[Tensor]] = {"expert": [], "tensor": [], "whole": []}
     for parameter in parameters:
-        if parameter.grad is None:
+        if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
             continue
         if is_moe_param(parameter):
             kind = "expert"
@@ -170,11 +172,11 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -
         else:
             kind = "whole"
         squares[kind].append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square())
-    reference = next(tensor for tensors in squares.values() for tensor in tensors)
+    reference = torch.zeros((), device=parameters[0].device)
     total = _summed(squares["whole"], reference)
     total = total + _over(groups.expert_model_parallel, _summed(squares["expert"], reference))
     total = total + _over(groups.tp, _summed(squares["tensor"], reference))
-    return total.sqrt()
+    return _over(groups.pp, total).sqrt()
 
 
 def _summed(squares: list[Tensor], like: Tensor) -> Tensor:

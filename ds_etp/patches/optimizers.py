@@ -48,10 +48,10 @@ def give_experts_their_groups(engine: Any) -> None:
         return _configure_optimizer
 
     def expect_experts(groups: list[Any]) -> None:
-        # ZeRO-1/2 assert that a model with MoE layers has groups of them, which frozen experts haven't. They ask
+        # DeepSpeed asserts that a model with MoE layers has groups of them, which frozen experts haven't. They ask
         # for no special care then; ZeRO-3 still has to know how they are partitioned.
         parameters = chain.from_iterable(group["params"] if isinstance(group, dict) else [group] for group in groups)
-        if engine.zero_optimization_stage() in (1, 2):
+        if engine.zero_optimization_stage() != 3:
             engine.has_moe_layers = any(is_moe_param(parameter) for parameter in parameters)
 
     override(engine, "_configure_optimizer", make)

@@ -24,6 +24,8 @@ _TESTED = {
 DEEPSPEED_ZERO3_WITH_TP = "0.19.8"
 # The corrections of `patches.sequence` were tried on this release alone.
 DEEPSPEED_SEQUENCES = "0.19.8"
+# So were those of `patches.stages`.
+DEEPSPEED_PIPELINES = "0.19.8"
 
 
 def check_host_versions(zero_stage: int, tp: int) -> None:
@@ -55,6 +57,21 @@ def check_sequence_version(cp: int) -> None:
             cp,
             f"was not tried with DeepSpeed {version('deepspeed')}, and scales of gradients differ between releases",
             works=f"1, or DeepSpeed {DEEPSPEED_SEQUENCES}",
+        )
+
+
+def check_pipeline_version() -> None:
+    """Refuses pipelines with a DeepSpeed they were not tried on.
+
+    Raises:
+        ConfigError: names the release found and the one that works.
+    """
+    if not _at_least("deepspeed", DEEPSPEED_PIPELINES):
+        raise config_error(
+            "deepspeed",
+            version("deepspeed"),
+            "was not tried with PipelineModule and split experts",
+            works=f"{DEEPSPEED_PIPELINES}, or a model without pipeline",
         )
 
 
