@@ -70,6 +70,12 @@ class Topology:
         """The group of one kind that `rank` is in."""
         return next(group for group in self.groups(kind) if rank in group)
 
+    def stage_of(self, rank: int) -> range:
+        """The ranks of the pipeline stage that `rank` is in; all of them without pipeline."""
+        size = self.world // self.pp
+        first = rank // size * size
+        return range(first, first + size)
+
     def index_in(self, kind: GroupKind, rank: int) -> int:
         """The place of `rank` in its group of one kind."""
         return self.group_of(kind, rank).index(rank)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ds_etp.checkpoint.names import HubNames
 from ds_etp.errors import CheckpointError
 from ds_etp.experts import Shard, sharded_modules
 from ds_etp.layouts import ParameterLayout, full_shape
@@ -27,7 +28,7 @@ from ds_etp.topology import GroupKind, Topology
 
 Shape = tuple[int, ...]
 Kind = Literal["expert", "tensor", "whole"]
-# Over which group a parameter's boxes repeat. The world, where the kind is not listed.
+# Over which group a parameter's boxes repeat. All ranks of the stage, where the kind is not listed.
 _REPLICAS: dict[str, GroupKind] = {"expert": "expert_dp", "tensor": "dp"}
 # What AutoTP (deepspeed 0.19.5 to 0.19.8) leaves on the parameters it has split.
 _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
@@ -107,10 +108,11 @@ class LogicalTensor:
 
 
 def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[LogicalTensor]:
-    """Every parameter of an engine's module, in `named_parameters()` order, the same order on every rank.
+    """Every parameter of an engine's module, in `named_parameters()` order, the same on every rank of a stage.
 
     Args:
-        model: the module, its experts sharded by ds_etp and perhaps split by AutoTP; or neither.
+        model: the module, its experts sharded by ds_etp and perhaps split by AutoTP; or neither. Of a pipeline, a
+            stage.
         topology: the sizes it is split by.
         rank: whose boxes to list.
 
@@ -122,6 +124,7 @@ def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[Log
         for path, module in sharded_modules(model)
         for name, _ in module.named_parameters()
     }
+    hub_name = HubNames(model)
     tensors = []
     for place, (name, parameter) in enumerate(model.named_parameters()):
         local = full_shape(parameter)
@@ -136,23 +139,24 @@ def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[Log
         elif meta is not None and not meta.get("replicated") and topology.tp > 1:
             kind = "tensor"
             shape, pieces = _autotp_pieces(name, meta, local, topology, topology.index_in("tp", rank))
-        replicas = topology.group_of(_REPLICAS[kind], rank) if kind in _REPLICAS else tuple(range(topology.world))
+        replicas = topology.group_of(_REPLICAS[kind], rank) if kind in _REPLICAS else tuple(topology.stage_of(rank))
         if name in experts and experts[name][0].dim is None:
             # All etp ranks hold it, and what rank 0 holds counts.
             replicas = topology.group_of("expert_dp", topology.group_of("expt_tp", rank)[0])
         writer = replicas[place % len(replicas)]
-        tensors.append(LogicalTensor(name, shape, local, kind, parameter, pieces, replicas, writer))
+        tensors.append(LogicalTensor(hub_name(name), shape, local, kind, parameter, pieces, replicas, writer))
     return tensors
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a model's state, each once, by name."""
+    """The buffers that belong to a model's state, each once, by Hugging Face name."""
     seen: set[int] = set()
+    hub_name = HubNames(model)
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield f"{path}.{name}" if path else name, buffer
+                yield hub_name(f"{path}.{name}" if path else name), buffer
 
 
 def strips(shape: Shape, dim: int, widths: Sequence[Sequence[int]], index: int) -> tuple[Piece, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.agree import agreed, raise_together, same_everywhere
+from ds_etp.checkpoint.agree import agreed, everyone, raise_together, same_everywhere
 from ds_etp.checkpoint.boxes import LogicalTensor, logical_tensors, persistent_buffers
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, Index, Stored
 from ds_etp.checkpoint.states import EngineStates, Slot, apply_settings
@@ -60,10 +60,14 @@ def load(
     stored: Stored
     state: dict[str, Any] = {}
     same_everywhere("loading a checkpoint", (str(request.folder), request.strict, request.optimizer))
+    buffers: dict[str, Tensor] = {}
     with agreed(what):
-        tensors = logical_tensors(model, topology, rank)
+        tensors, buffers = logical_tensors(model, topology, rank), dict(persistent_buffers(model))
+    names = _names_of_all_stages({tensor.name for tensor in tensors}, set(buffers), topology)
+    with agreed(what):
         stored = Stored.open(request.folder)
-        _check_model(stored.index, tensors, dict(persistent_buffers(model)), request)
+        _check_shapes(stored.index, tensors, buffers, request)
+        _check_names(stored.index, *names, request)
         if request.optimizer:
             _check_optimizer(stored.index, states, request.folder)
         if not os.environ.get(SKIP_HASHES):
@@ -84,17 +88,30 @@ def load(
     return stored.index, state
 
 
-def _check_model(index: Index, tensors: list[LogicalTensor], buffers: dict[str, Tensor], request: LoadRequest) -> None:
-    own = {tensor.name: tensor.shape for tensor in tensors}
+def _names_of_all_stages(own: set[str], buffers: set[str], topology: Topology) -> tuple[set[str], set[str]]:
+    """Parameters and buffers of the whole model. Collective over the world where there are stages."""
+    if topology.pp == 1:
+        return own, buffers
+    firsts = topology.group_of("pp", 0)
+    answers = everyone((own, buffers) if dist.get_rank() in firsts else (set(), set()))
+    return set().union(*(a for a, _ in answers)), set().union(*(b for _, b in answers))
+
+
+def _check_shapes(index: Index, tensors: list[LogicalTensor], buffers: dict[str, Tensor], request: LoadRequest) -> None:
     where = f"{request.folder} was written by another model"
-    for name, shape in own.items():
+    for tensor in tensors:
+        name, shape = tensor.name, tensor.shape
         if name in index.parameters and index.parameters[name] != shape:
             raise CheckpointError(f"{where}: {name} is {index.parameters[name]} there and {shape} here")
     for name, buffer in buffers.items():
         stored = index.tensors.get(f"{BUFFER}/{name}")
         if stored is not None and stored.shape != tuple(buffer.shape):
             raise CheckpointError(f"{where}: buffer {name} is {stored.shape} there and {tuple(buffer.shape)} here")
-    if not own.keys() & index.parameters.keys():
+
+
+def _check_names(index: Index, own: set[str], buffers: set[str], request: LoadRequest) -> None:
+    where = f"{request.folder} was written by another model"
+    if not own & index.parameters.keys():
         raise CheckpointError(f"{where}: it has none of this model's parameters")
     if not request.strict:
         return
@@ -226,11 +243,12 @@ def _restore_slots(index: Index, states: EngineStates, slots: dict[int, tuple[Sl
 
 
 def _log(index: Index, request: LoadRequest, tensors: list[LogicalTensor]) -> None:
-    changed = [key for key in request.layout if request.layout[key] != index.layout.get(key)]
+    before = {"pp": 1, **index.layout}
+    changed = [key for key in request.layout if request.layout[key] != before.get(key)]
     what = "weights and optimizer states" if request.optimizer else "weights"
     logger().info("loaded %s: %s", request.folder, what)
     if changed:
-        rows = [(key, f"{index.layout.get(key)} -> {request.layout[key]}") for key in changed]
+        rows = [(key, f"{before.get(key)} -> {request.layout[key]}") for key in changed]
         anew = sum(
             {stored.box for stored in index.tensors[f"{WEIGHT}/{tensor.name}"].boxes}
             != {piece.box for piece in tensor.pieces}

@@ -21,10 +21,11 @@ from ds_etp.checkpoint.agree import agreed, from_first
 from ds_etp.checkpoint.format import INDEX, LATEST
 from ds_etp.checkpoint.load import LoadRequest, load
 from ds_etp.checkpoint.save import SaveRequest, save
-from ds_etp.errors import CheckpointError
+from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.optimizer_states import states_of
+from ds_etp.patches.stages import stage_count
 from ds_etp.topology import Topology
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -166,13 +167,17 @@ def _topology(engine: Any) -> Topology:
     if extension is not None:
         topology: Topology = extension.topology
         return topology
-    if engine.pipeline_parallelism or host_groups._get_sequence_parallel_world_size() > 1:
-        raise CheckpointError("ds_etp saves and loads engines with data and tensor parallelism only")
-    return Topology(dist.get_world_size(), tp=max(engine.autotp_size(), 1))
+    if host_groups._get_sequence_parallel_world_size() > 1:
+        raise CheckpointError("ds_etp saves and loads engines with data, tensor and pipeline parallelism only")
+    try:
+        stages = stage_count(engine)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    return Topology(dist.get_world_size(), tp=max(engine.autotp_size(), 1), pp=stages)
 
 
 def _layout(engine: Any, topology: Topology) -> dict[str, Any]:
-    sizes = {name: getattr(topology, name) for name in ("world", "tp", "etp", "ep")}
+    sizes = {name: getattr(topology, name) for name in ("world", "tp", "pp", "etp", "ep")}
     dtype = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     return {**sizes, "ZeRO stage": int(engine.zero_optimization_stage()), "dtype": dtype}
 
@@ -198,10 +203,13 @@ def _facts(engine: Any) -> dict[str, Any]:
         "model_class": type(module).__name__,
         "tied": {name: first[id(parameter)] for name, parameter in everything if first[id(parameter)] != name},
     }
-    for name in ("config", "generation_config"):
-        config: Any = getattr(module, name, None)
+    for name in ("hf_config", "hf_generation_config"):
+        # A pipeline has them under these names, a model of transformers under its own.
+        config: Any = getattr(module, name, None) or getattr(module, name.removeprefix("hf_"), None)
         if hasattr(config, "to_json_string"):
-            facts[f"hf_{name}"] = json.loads(config.to_json_string())
+            facts[name] = json.loads(config.to_json_string())
+    if facts.get("hf_config", {}).get("architectures") and engine.pipeline_parallelism:
+        facts["model_class"] = facts["hf_config"]["architectures"][0]
     return facts
 
 
@@ -234,4 +242,4 @@ def _restore_engine(
     # Where accumulation stands follows from this count; gradients begin anew, and the factor may be another.
     engine.micro_steps = counters["global_steps"] * engine.gradient_accumulation_steps()
     engine.loaded_checkpoint_mp_world_size = layout["tp"]
-    engine.loaded_checkpoint_dp_world_size = layout["world"] // layout["tp"]
+    engine.loaded_checkpoint_dp_world_size = layout["world"] // layout["tp"] // layout.get("pp", 1)

@@ -79,7 +79,7 @@ def make_pipeline(model: Any, stages: int, cuts: tuple[int, ...] = (), interval:
         activation_checkpoint_interval=interval,
         checkpointable_layers=["Decoder"],  # not the embedding: token ids have no gradient
     )
-    module.hf_names = names
+    module.hf_names, module.hf_config = names, model.config
     return module
 
 
