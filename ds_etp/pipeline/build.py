@@ -60,8 +60,8 @@ def from_causal_lm(
         options: for `PipelineModule`.
 
     Returns:
-        The module. `hf_names` has, for each prefix of its parameters' names, that of the Hugging Face name;
-        `hf_config` is the model's config; `hf_inputs` is `inputs`.
+        The module. `hf_names` has, for each prefix of its parameters' names, that of the Hugging Face name. `hf_config`
+        and `hf_generation_config` are the model's.
 
     Raises:
         ConfigError: the model can't be taken apart so, on all ranks alike, with the reason.
@@ -72,6 +72,7 @@ def from_causal_lm(
     stages = topology.get_dim("pipe") if topology is not None else num_stages
     _check_stages(stages, structure)
     config = copy.deepcopy(model.config)
+    config.architectures = config.architectures or [type(model).__name__]
     loss = CausalLoss(model)
     routers = check_pieces(structure, tuple(inputs), loss)
 
@@ -92,7 +93,7 @@ def from_causal_lm(
         **options,
     )
     module.hf_names = dict(pair for index, spec in enumerate(specs) for pair in spec.names(index))
-    module.hf_config, module.hf_inputs = config, tuple(inputs)
+    module.hf_config, module.hf_generation_config = config, getattr(model, "generation_config", None)
     _keep_own(module, specs, skeleton, structure)
     return module
 

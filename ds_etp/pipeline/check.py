@@ -203,13 +203,17 @@ def _compare(
         if strange:
             raise refusal(lm, f"cannot be cut between layers: {strange} (layer {index})")
     try:
-        first = skeleton.embed(batch, training=False)
+        # Another batch in between, so that what the model's modules remember of this one is gone, as on another stage.
+        other = {name: value.flip(0, 1) for name, value in batch.items()}
+        skeleton.embed(other, training=False)
+        skeleton.calls(reference.hidden[0], {name: other[name] for name in extras}, training=False)
         # Other hidden states than the family's forward had: what a layer gets besides must not depend on them.
         last = stand_in_output(len(structure.layers) - 1, reference.hidden[-1])
         calls = skeleton.calls(last, extras, training=False)
         finished = skeleton.finish(last, training=False)
         logits = skeleton.logits(finished, training=False)
         value = loss(logits, labels)
+        first = skeleton.embed(batch, training=False)
     except Exception as error:
         line = str(error).splitlines()[0] if str(error) else ""
         raise refusal(lm, f"cannot be run in pieces: {type(error).__name__}: {line}") from error

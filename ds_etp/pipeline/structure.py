@@ -195,18 +195,16 @@ def find_structure(model: Any) -> Structure:
 
 
 def modules_with_weights(structure: Structure) -> dict[str, nn.Module]:
-    """Modules outside the layers that own parameters, by path.
+    """Modules outside the layers that own something a checkpoint holds, by path. For a model with stand-ins.
 
     Raises:
         ConfigError: the model itself owns some, which no call of a module tells the use of.
     """
-    inside = {id(module) for layer in structure.layers for module in layer.modules()}
     found = {}
     for path, module in structure.lm.named_modules(remove_duplicate=False):
-        if id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if module is structure.lm or module is structure.base:
-            names = ", ".join(name for name, _ in module.named_parameters(recurse=False))
-            raise refusal(structure.lm, f"holds parameters outside of its modules: {names}")
-        found[path] = module
+        own = [name for name in module.state_dict() if "." not in name]
+        if own and (module is structure.lm or module is structure.base):
+            raise refusal(structure.lm, f"holds weights outside of its modules: {', '.join(own)}")
+        if own:
+            found[path] = module
     return found
