@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -19,16 +20,25 @@ from tests.sharded import Layout, ds_config, gradient, weight
 
 @dataclass(frozen=True)
 class Padded(Recipe):
-    """A recipe whose second row of each batch is padded on the right, its first on the left."""
+    """A recipe whose second row of each batch is padded on the right, its first on the left.
+
+    Attributes:
+        positions: whether batches count positions from the first real token.
+    """
 
     padding: tuple[int, ...] = (0, 4, 3, 1)
+    positions: bool = False
+    accumulate: int = 2
 
     def batch(self, step: int, micro: int, data_rank: int) -> dict[str, Tensor]:
         """One micro batch `[2, S]`, longer in later steps."""
         # Cut after padding, from the side of the real tokens: later rows of a data set differ in length.
         cut = {0: 3, 1: 1}.get(step, 0)
         rows = super().batch(step, micro, data_rank)
-        return {name: torch.stack([value[0], value[1].flip(0)])[:, cut // 2 : 12 - cut] for name, value in rows.items()}
+        batch = {name: torch.stack([row[0], row[1].flip(0)])[:, cut // 2 : 12 - cut] for name, row in rows.items()}
+        if self.positions:
+            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return batch
 
 
 @dataclass(frozen=True)
@@ -39,17 +49,20 @@ class Case:
     stages: int = 2
     options: tuple[tuple[str, Any], ...] = ()
 
-    def recipe(self, family: str, **fields: Any) -> Padded:
-        """A recipe of a family for this case."""
-        return Padded(family, dp=self.layout.world // self.stages, accumulate=2, **fields)
+    def fit(self, recipe: Padded) -> Padded:
+        """The recipe on this case's data-parallel ranks."""
+        return replace(recipe, dp=self.layout.world // self.stages)
 
 
 def make_engine(recipe: Recipe, case: Case) -> Any:
     """A PipelineEngine of the recipe's model, ds_etp registered."""
     ds_etp.register()
     module = ds_etp.pipeline.from_causal_lm(recipe.model(), case.stages, **dict(case.options))
-    engine, *_ = deepspeed.initialize(model=module, config=ds_config(recipe, case.layout))
-    engine.set_batch_fn(ds_etp.pipeline.pipeline_batch)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    config = ds_config(recipe, case.layout)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
+    inputs = dict(case.options).get("inputs", ("input_ids", "attention_mask"))
+    engine.set_batch_fn(partial(ds_etp.pipeline.pipeline_batch, inputs=inputs))
     return engine
 
 

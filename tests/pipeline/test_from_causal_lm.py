@@ -26,15 +26,19 @@ NOT_ROUTED = (("output_router_logits", False),)
 PLAIN = Layout(world=2, with_block=False)
 CASES = {
     "sliding window, tied": (Case(PLAIN), Padded("mixtral", changes=(*WINDOW, *TIED))),
-    "two kinds of masks": (Case(PLAIN), Padded("gpt_oss", changes=(*WINDOW, *NOT_ROUTED))),
+    "two kinds of masks, own positions": (
+        Case(PLAIN, options=(("inputs", ("input_ids", "attention_mask", "position_ids")),)),
+        Padded("gpt_oss", changes=(*WINDOW, *NOT_ROUTED), positions=True),
+    ),
     "shared experts, a dense layer, ep 2": (Case(Layout(world=4, ep=2)), Padded("deepseek_v3")),
     "data parallel, checkpointed": (
         Case(Layout(world=4, with_block=False), options=(("activation_checkpoint_interval", 1),)),
         Padded("qwen3_moe", optimizer="adamw", changes=FOUR_LAYERS),
     ),
-    "etp 2, stage 0": (
-        Case(Layout(world=4, etp=2, stage=0), options=(("activation_checkpoint_interval", 2),)),
-        Padded("mixtral", changes=(*FOUR_LAYERS, *TIED), optimizer="adamw"),
+    "etp 2, stage 0": (Case(Layout(world=4, etp=2, stage=0)), Padded("mixtral", changes=TIED, optimizer="adamw")),
+    "frozen embeddings, checkpointed": (
+        Case(Layout(world=4, etp=2), options=(("activation_checkpoint_interval", 2),)),
+        Padded("mixtral", changes=FOUR_LAYERS, frozen="dense"),
     ),
     "four stages": (
         Case(Layout(world=4, with_block=False), 4, (("partition_method", "type:DecoderLayer"),)),
@@ -46,8 +50,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_whole_model(launcher: Launcher, name: str) -> None:
     case, recipe = CASES[name]
-    fields = {"optimizer": recipe.optimizer, "changes": recipe.changes}
-    recipe = case.recipe(recipe.family, **fields)
+    recipe = case.fit(recipe)
     run = launcher.run(case.layout.world, train, recipe=recipe, case=case)[0]
     assert_equal_runs(run, train_unsharded(recipe))
 
