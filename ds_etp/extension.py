@@ -34,11 +34,12 @@ from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
 from ds_etp.patches.leaves import give_inputs_gradients
 from ds_etp.patches.loading import loading_patches
+from ds_etp.patches.own_saves import refuse_stage_files
 from ds_etp.patches.peft import check_same_adapters, plain_path, split_adapters
 from ds_etp.patches.peft_autotp import adapters_split_with_layers
 from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.stage_norms import count_every_stage
-from ds_etp.patches.stages import checked_stages, gathered_choices, stage_count
+from ds_etp.patches.stages import checked_stages, forget_grid, gathered_choices, stage_count
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
@@ -113,6 +114,9 @@ class _Events:
         pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
         extension.groups = groups = ExpertGroups(extension.topology, pipeline)
         overrides.on_destroy(engine, groups.destroy)
+        if engine.pipeline_parallelism:
+            overrides.on_destroy(engine, partial(forget_grid, engine))
+            refuse_stage_files(model)
         per_node = _ranks_per_node(engine.device)
         extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
         reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))

@@ -81,6 +81,12 @@ class Piece:
         return local[Box(self.local_start, self.box.size).slices()]
 
 
+def whole_piece(shape: Shape) -> Piece:
+    """All of a tensor, held by one rank."""
+    origin = (0,) * len(shape)
+    return Piece(Box(origin, shape), origin, 0)
+
+
 @dataclass(frozen=True)
 class LogicalTensor:
     """A parameter, its unsharded shape and what this rank holds of it.
@@ -131,7 +137,7 @@ def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[Log
         meta = getattr(parameter, _AUTOTP_META, None)
         kind: Kind = "whole"
         shape = local
-        pieces: tuple[Piece, ...] = (Piece(Box((0,) * len(local), local), (0,) * len(local), 0),)
+        pieces: tuple[Piece, ...] = (whole_piece(local),)
         if name in experts:
             kind = "expert"
             layout, shard = experts[name]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deepspeed import zero
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.agree import everyone, from_first, raise_together
-from ds_etp.checkpoint.boxes import Box, LogicalTensor, logical_tensors, persistent_buffers
+from ds_etp.checkpoint.boxes import Box, LogicalTensor, logical_tensors, persistent_buffers, whole_piece
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, Stored
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, Spec, Tensors, ToHub
 from ds_etp.checkpoint.states import EngineStates
@@ -24,11 +25,27 @@ from ds_etp.errors import CheckpointError
 from ds_etp.topology import Topology
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor of the whole model comes from: the first pipeline stage that has it.
+
+    Attributes:
+        spec: its unsharded type and shape.
+        first: the first rank of that stage.
+        holders: the ranks of that stage that together hold all of it; replicas of them are not asked.
+    """
+
+    spec: Spec
+    first: int
+    holders: tuple[int, ...]
+
+
 class LiveTensors:
     """The tensors of a live engine's model. Collective: every rank makes one and calls it in the same order.
 
     Args:
         engine: a DeepSpeed engine; its ZeRO-3 parameters must not be in use (no forward under way).
+        topology: how the model is split.
         masters: where to read master weights; None takes the weights that the model computes with.
         exclude_frozen: leave out parameters that aren't trained.
         model: the part of the engine's module whose tensors they are; None for all of it.
@@ -37,30 +54,39 @@ class LiveTensors:
     def __init__(
         self,
         engine: Any,
+        topology: Topology,
         *,
         masters: EngineStates | None = None,
         exclude_frozen: bool = False,
         model: nn.Module | None = None,
     ) -> None:
         self._device, self._masters = engine.device, masters
-        extension = vars(engine).get("ds_etp")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        topology = extension.topology if extension else Topology(world, tp=max(engine.autotp_size(), 1))
+        rank = dist.get_rank()
         model = engine.module if model is None else model
-        tensors = logical_tensors(model, topology, rank)
-        self._tensors = {t.name: t for t in tensors if t.parameter.requires_grad or not exclude_frozen}
+        self._tensors = {t.name: t for t in logical_tensors(model, topology, rank)}
         self._buffers = dict(persistent_buffers(model))
-        # Rank 0's peers hold all there is; replicas of them are not asked.
-        self._holders = {
-            "whole": (0,),
-            "tensor": topology.group_of("tp", 0),
-            "expert": topology.group_of("expert_model_parallel", 0),
+        self._first, self._writes = topology.stage_of(rank)[0], rank == 0
+        wanted = [t for t in self._tensors.values() if t.parameter.requires_grad or not exclude_frozen]
+        own = self._own_sources(topology, wanted)
+        asked = rank in {peer for source in own.values() for peer in source.holders}
+        parts = {t.name: (t.local_shape, t.pieces) for t in wanted}
+        parts |= {name: (tuple(b.shape), (whole_piece(tuple(b.shape)),)) for name, b in self._buffers.items()}
+        self._parts = everyone(parts if asked else None)
+        self._sources = own if topology.pp == 1 else _first_sources(everyone(own if rank == self._first else {}))
+        self.specs = {name: source.spec for name, source in self._sources.items()}
+
+    def _own_sources(self, topology: Topology, wanted: list[LogicalTensor]) -> dict[str, _Source]:
+        """Of what this rank's stage has."""
+        first = self._first
+        holders = {
+            "whole": (first,),
+            "tensor": topology.group_of("tp", first),
+            "expert": topology.group_of("expert_model_parallel", first),
         }
-        asked = rank in {peer for peers in self._holders.values() for peer in peers}
-        self._parts = everyone({t.name: (t.local_shape, t.pieces) for t in tensors} if asked else None)
-        self._writes = rank == 0
-        self.specs = {name: Spec(self._dtype(t), t.shape) for name, t in self._tensors.items()}
-        self.specs |= {name: Spec(b.dtype, tuple(b.shape), False) for name, b in self._buffers.items()}
+        found = {t.name: _Source(Spec(self._dtype(t), t.shape), first, holders[t.kind]) for t in wanted}
+        for name, buffer in self._buffers.items():
+            found[name] = _Source(Spec(buffer.dtype, tuple(buffer.shape), False), first, (first,))
+        return found
 
     def _dtype(self, tensor: LogicalTensor) -> torch.dtype:
         if self._masters is None:
@@ -69,19 +95,17 @@ class LiveTensors:
 
     def full(self, name: str) -> Tensor | None:
         """See `Tensors`."""
-        if name in self._buffers:
-            return self._buffers[name].detach().cpu() if self._writes else None
-        tensor = self._tensors[name]
-        holders, rank = self._holders[tensor.kind], dist.get_rank()
-        with self._local(tensor) as local:
+        source, rank = self._sources[name], dist.get_rank()
+        here = source.first == self._first
+        with self._local(name, source.holders) if here else nullcontext(torch.empty(0)) as local:
             if not self._writes:
-                if rank in holders:
+                if rank in source.holders:
                     dist.send(local.to(self._device).contiguous(), dst=0)
                 return None
-            spec = self.specs[name]
+            spec = source.spec
             full = torch.empty(spec.shape, dtype=spec.dtype)
             filled: set[Box] = set()
-            for holder in holders:
+            for holder in source.holders:
                 shape, pieces = self._parts[holder][name]
                 if holder == rank:
                     part = local
@@ -95,20 +119,32 @@ class LiveTensors:
             return full
 
     @contextmanager
-    def _local(self, tensor: LogicalTensor) -> Iterator[Tensor]:
+    def _local(self, name: str, holders: tuple[int, ...]) -> Iterator[Tensor]:
         """This rank's shard, gathered over its ZeRO group. Collective over that group.
 
         Of master weights, only the ranks that `full` asks have it; the others get an empty tensor.
         """
-        parameter = tensor.parameter
+        if name in self._buffers:
+            yield self._buffers[name].detach()
+            return
+        parameter = self._tensors[name].parameter
         if self._masters is not None:
             place = self._masters.place(parameter)
-            shards = [place.read(WEIGHT, holder) for holder in self._holders[tensor.kind]]
+            shards = [place.read(WEIGHT, holder) for holder in holders]
             yield next((shard.detach() for shard in shards if shard is not None), torch.empty(0))
             return
         partitioned = hasattr(parameter, "ds_id")
         with zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             yield parameter.detach()
+
+
+def _first_sources(by_rank: list[dict[str, _Source]]) -> dict[str, _Source]:
+    """The tensors of all stages, in order, each from the first stage that has it."""
+    found: dict[str, _Source] = {}
+    for sources in by_rank:
+        for name, source in sources.items():
+            found.setdefault(name, source)
+    return found
 
 
 class StoredTensors:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.agree import everyone
-from ds_etp.checkpoint.boxes import Box, LogicalTensor, Piece, persistent_buffers
+from ds_etp.checkpoint.boxes import LogicalTensor, Piece, persistent_buffers, whole_piece
 from ds_etp.checkpoint.format import BUFFER, WEIGHT
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.checkpoint.writer import Entry
@@ -55,9 +55,8 @@ def own_items(
     stage = topology.stage_of(rank)
     for place, (name, buffer) in enumerate(persistent_buffers(model)):
         shape, writer = tuple(buffer.shape), stage[place % len(stage)]
-        whole = (Piece(Box((0,) * len(shape), shape), (0,) * len(shape), 0),)
         read = _buffer_reader(buffer, writer, rank)
-        items.append(Item(f"{BUFFER}/{name}", shape, buffer.dtype, whole, writer, read))
+        items.append(Item(f"{BUFFER}/{name}", shape, buffer.dtype, (whole_piece(shape),), writer, read))
     for tensor in tensors:
         if exclude_frozen and not tensor.parameter.requires_grad:
             continue

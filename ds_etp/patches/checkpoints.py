@@ -21,11 +21,11 @@ from ds_etp.checkpoint.agree import agreed, from_first
 from ds_etp.checkpoint.format import INDEX, LATEST
 from ds_etp.checkpoint.load import LoadRequest, load
 from ds_etp.checkpoint.save import SaveRequest, save
-from ds_etp.errors import CheckpointError, ConfigError
+from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.optimizer_states import states_of
-from ds_etp.patches.stages import stage_count
+from ds_etp.patches.stages import topology_of
 from ds_etp.topology import Topology
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -162,18 +162,9 @@ def _latest_tag(directory: Path) -> str | None:
 
 
 def _topology(engine: Any) -> Topology:
-    # Not getattr: an engine passes unknown names on to its module.
-    extension = vars(engine).get("ds_etp")
-    if extension is not None:
-        topology: Topology = extension.topology
-        return topology
-    if host_groups._get_sequence_parallel_world_size() > 1:
+    if "ds_etp" not in vars(engine) and host_groups._get_sequence_parallel_world_size() > 1:
         raise CheckpointError("ds_etp saves and loads engines with data, tensor and pipeline parallelism only")
-    try:
-        stages = stage_count(engine)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
-    return Topology(dist.get_world_size(), tp=max(engine.autotp_size(), 1), pp=stages)
+    return topology_of(engine)
 
 
 def _layout(engine: Any, topology: Topology) -> dict[str, Any]:

@@ -17,22 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ds_etp.checkpoint.export import LiveTensors, StoredTensors, full_state_dict, tied_names, write_weights
 from ds_etp.checkpoint.format import LATEST, Stored
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS
-from ds_etp.errors import CheckpointError, config_error
+from ds_etp.errors import config_error
 from ds_etp.fused import unfuse
 from ds_etp.log import logger
 from ds_etp.patches.base import override
+from ds_etp.patches.empty_models import check_names, model_of_checkpoint, model_of_stages
 from ds_etp.patches.optimizer_states import states_of
 from ds_etp.patches.own_saves import refuse_shards
 from ds_etp.patches.peft import is_peft_model
 from ds_etp.patches.peft_exports import save_adapters, without_empty_wrapper
+from ds_etp.patches.stages import topology_of
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 # What a tokenizer or processor consists of, by how transformers names the files.
@@ -124,12 +125,15 @@ def _save(
     exclude_frozen: bool = False,
 ) -> None:
     model = without_empty_wrapper(engine.module)
+    topology = topology_of(engine)
     with _all_partitioned(engine):
         masters = states_of(engine) if dtype == torch.float32 else None
-        tensors = LiveTensors(engine, masters=masters, exclude_frozen=exclude_frozen, model=model)
+        tensors = LiveTensors(engine, topology, masters=masters, exclude_frozen=exclude_frozen, model=model)
         if is_peft_model(model):
             save_adapters(model, tensors, folder, dtype)
             return
+        if engine.pipeline_parallelism:
+            model = model_of_stages(model, set(tensors.specs), engine)
         to_hub = functools.partial(hub_tensors, model)
         write_weights(folder, tensors, to_hub, dtype=dtype, max_shard_size=max_shard_size, weights_name=weights_name)
     if dist.get_rank() == 0:
@@ -152,8 +156,9 @@ def _all_partitioned(engine: Any) -> Iterator[None]:
 
 def consolidated_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
     """The full state dict under Hugging Face names, on rank 0's CPU; None elsewhere. Every rank has to call it."""
+    topology = topology_of(engine)
     with _all_partitioned(engine):
-        tensors = LiveTensors(engine, exclude_frozen=exclude_frozen_parameters)
+        tensors = LiveTensors(engine, topology, exclude_frozen=exclude_frozen_parameters)
         return full_state_dict(tensors, tied_names(engine.module))
 
 
@@ -233,12 +238,12 @@ def export_checkpoint(
     """
     tag = find_tag(checkpoint)
     with Stored.open(tag) as stored:
-        model = _empty_model(stored, config)
+        model = model_of_checkpoint(stored, config)
         computed = as_dtype(str(model.config.dtype or "float32"))
         assert computed is not None
         target = as_dtype(dtype) or computed
         tensors = StoredTensors(stored, target)
-        _check_names(model, set(tensors.specs), tag)
+        check_names(model, set(tensors.specs), str(tag))
         to_hub = functools.partial(hub_tensors, model)
         write_weights(out, tensors, to_hub, dtype=target, max_shard_size=max_shard_size)
     save_config(model, out, target)
@@ -249,43 +254,3 @@ def export_checkpoint(
                 if path.is_file() and not path.name.endswith(".safetensors"):
                     shutil.copy(path, out / path.name)
     return sorted(path.name for path in out.iterdir())
-
-
-def _empty_model(stored: Stored, config: Path | None) -> Any:
-    """The checkpoint's model on the meta device: names and conversions, no weights."""
-    extra = stored.index.extra
-    about = extra.get("hf_config")
-    if config is not None:
-        loaded = AutoConfig.from_pretrained(config)
-    elif about:
-        loaded = AutoConfig.for_model(**about)
-    else:
-        raise CheckpointError(
-            f"{stored.folder} does not say how its model is built: it is none of transformers. If it is, name a folder "
-            "with its config.json: ds-etp export --config FOLDER"
-        )
-    if str(extra.get("model_class")).startswith("Peft"):
-        raise CheckpointError(
-            f"{stored.folder} holds a model of PEFT. Load it into an engine, and write its adapters with "
-            "ds_etp.save_pretrained(engine, folder)."
-        )
-    named = getattr(transformers, str(extra.get("model_class")), None)
-    with torch.device("meta"):
-        if isinstance(named, type) and issubclass(named, PreTrainedModel):
-            model = named(loaded)
-        else:
-            model = AutoModelForCausalLM.from_config(loaded)
-    generation = extra.get("hf_generation_config")
-    if generation and model.can_generate():
-        model.generation_config = GenerationConfig.from_dict(generation)
-    return model
-
-
-def _check_names(model: nn.Module, stored: set[str], tag: Path) -> None:
-    known = set(model.state_dict())
-    missing = known - stored - set(tied_names(model))
-    unknown = stored - known
-    if missing or unknown:
-        listed = ", ".join(sorted(missing or unknown)[:4])
-        what = "does not hold" if missing else "holds more than"
-        raise CheckpointError(f"{tag} {what} the weights of {type(model).__name__}: {listed}")

@@ -1,14 +1,14 @@
-"""A model's own `save_pretrained`, on a model whose weights this rank doesn't hold whole.
+"""A module's own ways to save itself, where this rank doesn't hold its weights whole.
 
-Without a state dict it would write this rank's shards under the whole model's names. Refused, with the call
-that works.
+`save_pretrained` without a state dict, and a pipeline's `save_state_dict`, would write this rank's shards under the
+whole model's names. Refused, with the call that works.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,6 +42,25 @@ def _checked(model: nn.Module, original: Callable[..., Any]) -> Callable[..., An
         return original(save_directory, *args, **kwargs)
 
     return save_pretrained
+
+
+def refuse_stage_files(module: Any) -> None:
+    """Makes a `PipelineModule`'s own reading and writing of layers raise `CheckpointError`.
+
+    Its `save_state_dict` would write this rank's shards as if they were whole.
+    """
+
+    def make(name: str) -> Callable[..., Any]:
+        def refused(*_: Any, **__: Any) -> NoReturn:
+            raise CheckpointError(
+                f"PipelineModule.{name} knows nothing of split experts. Call engine.save_checkpoint, "
+                "engine.load_checkpoint or ds_etp.save_pretrained(engine, folder) on every rank instead."
+            )
+
+        return refused
+
+    for name in ("save_state_dict", "load_state_dir"):
+        override(module, name, lambda _, name=name: make(name))  # type: ignore[misc]
 
 
 def _in_shards(model: nn.Module) -> str | None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups as host_groups
 from torch import nn
 
 from ds_etp.checkpoint.agree import everyone
-from ds_etp.errors import ConfigError, config_error
+from ds_etp.errors import CheckpointError, ConfigError, config_error
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.unread import unread_modules
 from ds_etp.patches.versions import check_pipeline_version
@@ -47,6 +48,24 @@ def stage_count(engine: Any) -> int:
             works="PipeDataParallelTopology, or num_stages alone",
         )
     return pp
+
+
+def topology_of(engine: Any) -> Topology:
+    """How an engine's model is split, with the `expert_tensor_parallel` block or without.
+
+    Raises:
+        CheckpointError: it is a pipeline of a kind that ds_etp does not know.
+    """
+    # Not getattr: an engine passes unknown names on to its module.
+    extension = vars(engine).get("ds_etp")
+    if extension is not None:
+        topology: Topology = extension.topology
+        return topology
+    try:
+        stages = stage_count(engine)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    return Topology(dist.get_world_size(), tp=max(engine.autotp_size(), 1), pp=stages)
 
 
 def _check_options(engine: Any) -> None:
@@ -145,3 +164,9 @@ def gathered_choices(choices: list[Choice], topology: Topology) -> list[Choice]:
     firsts = topology.group_of("pp", 0)
     answers = everyone(choices if dist.get_rank() in firsts else [])
     return [choice for rank in firsts for choice in answers[rank]]
+
+
+def forget_grid(engine: Any) -> None:
+    """DeepSpeed keeps a pipeline's grid for the engines to come, which would take its groups for theirs."""
+    if host_groups.mpu is engine.mpu:
+        host_groups.mpu = None

@@ -19,7 +19,7 @@ from ds_etp.topology import Topology
 from tests.oracle import Recipe, Run
 from tests.pipeline.models import make_pipeline
 from tests.sharded import Layout, ds_config, gradient, weight
-from tests.tolerances import TENSOR
+from tests.tolerances import LOSS, TENSOR
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def batches(recipe: Recipe, step: int, engine: Any) -> Any:
 def train(recipe: Recipe, pipeline: Pipeline) -> Run | None:
     """Trains the recipe on this process's rank. Rank 0 returns the run, in full tensors."""
     engine = make_engine(recipe, pipeline)
+    evaluated = float(engine.eval_batch(batches(recipe, 0, engine)))
     run = run_steps(engine, recipe)
+    assert abs(evaluated - run.losses[0]) <= LOSS * evaluated  # of the same batches, before the first step
     engine.destroy()
     return run if dist.get_rank() == 0 else None
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+import ds_etp
 from ds_etp.patches.exports import export_checkpoint
 from tests.launcher import Launcher
 from tests.oracle import Recipe, Run, train_unsharded
@@ -41,6 +42,10 @@ def save_and_resume(folder: str) -> tuple[Run, Run, Run] | None:
         engine = make_engine(OTHER, pipeline)
         path, state = engine.load_checkpoint(folder)
         assert path is not None and state == {"seen": 3} and engine.global_steps == SAVED
+        if pipeline is SECOND:
+            engine.save_16bit_model(f"{folder}-16bit")
+        else:
+            ds_etp.save_pretrained(engine, f"{folder}-masters", dtype="fp32")
         runs.append(run_steps(engine, RECIPE, first=SAVED))
         engine.destroy()
     return tuple(runs) if dist.get_rank() == 0 else None  # type: ignore[return-value]
@@ -77,8 +82,9 @@ def test_save_load_export(launcher: Launcher, tmp_path: Path) -> None:
     assert_equal_runs(launcher.run(2, load_whole, folder=folder, again=again)[0], rest)
     assert_equal_runs(launcher.run(4, load_staged, folder=again)[0], rest)
     export_checkpoint(Path(folder), tmp_path / "hub")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
-    assert exported.config.tie_word_embeddings
     saved = train_unsharded(replace(RECIPE, steps=SAVED)).weights
-    for name, parameter in exported.named_parameters():
-        assert (parameter - saved[name]).abs().max() <= TENSOR * saved[name].abs().max(), name
+    for exported in (tmp_path / "hub", f"{folder}-16bit", f"{folder}-masters"):
+        model = AutoModelForCausalLM.from_pretrained(exported)
+        assert model.config.tie_word_embeddings
+        for name, parameter in model.named_parameters():
+            assert (parameter - saved[name]).abs().max() <= TENSOR * saved[name].abs().max(), name
