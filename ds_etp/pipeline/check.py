@@ -2,7 +2,8 @@
 
 The family's own forward is run on a small batch with stand-ins for the layers, so it costs an embedding and a head
 whatever the model's size. Then the same is asked of the skeleton, piece by piece, from other hidden states. All that
-each layer would get, the logits and the loss have to be equal to the bit.
+each layer would get, the logits and the loss have to be equal to the bit. The layers themselves are not run, so what
+one leaves to another behind the forward's back, in a module or a global, is not seen.
 """
 
 from __future__ import annotations
