@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from ds_etp.loading.reader import ShardReader
 from ds_etp.loading.unread import is_unread, unread_modules, with_progress
 from ds_etp.log import log_table
 from ds_etp.model_checks import checked_layouts, chosen_plans, plan_rows
-from ds_etp.patches import optimizers, overrides, sequence, sequence_tp
+from ds_etp.patches import optimizers, overrides, sequence, sequence_tp, stage_tp
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
@@ -57,6 +57,7 @@ class Extension:
         layouts: the layout of each experts module of this rank's stage, by path; empty until the model is known.
         groups: the process groups; None until the model is sharded.
         choices: the plan of each experts module, by path, and what it moves; empty until the model is sharded.
+        checked: whether the model is known, and its layouts with it.
     """
 
     block: ExpertTensorParallelConfig
@@ -64,6 +65,7 @@ class Extension:
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
     groups: ExpertGroups | None = None
     choices: dict[str, Choice] = field(default_factory=dict)
+    checked: bool = False
 
 
 class _Events:
@@ -94,11 +96,16 @@ class _Events:
         if extension is None:
             yield
             return
-        extension.layouts = _checked_layouts(engine, model, extension.topology)
+        _check_model(engine, model, extension)
         if extension.topology.cp > 1:
             sequence_tp.check_heads(model, extension.topology)
         paths = [plain_path(path) for path in extension.layouts]
-        with plan_without_experts(model, paths), frozen_left_alone(model), adapters_split_with_layers(model):
+        with (
+            stage_tp.plan_of_layers(model) if engine.pipeline_parallelism else nullcontext(),
+            plan_without_experts(model, paths),
+            frozen_left_alone(model),
+            adapters_split_with_layers(model),
+        ):
             yield
 
     def on_model(self, engine: Any, model: nn.Module) -> None:
@@ -107,10 +114,11 @@ class _Events:
         if extension is None:
             _refuse_unread(model)
             return
-        if not extension.layouts:
-            extension.layouts = _checked_layouts(engine, model, extension.topology)
+        _check_model(engine, model, extension)
         if extension.topology.tp > 1 and extension.topology.cp > 1:
             sequence_tp.lay_out_sequences(engine, model, extension.topology)
+        if extension.topology.tp > 1 and engine.pipeline_parallelism:
+            stage_tp.keep_stages(engine, model)
         pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
         extension.groups = groups = ExpertGroups(extension.topology, pipeline)
         overrides.on_destroy(engine, groups.destroy)
@@ -159,10 +167,18 @@ def _refuse_unread(model: nn.Module) -> None:
         )
 
 
-def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
+def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
+    """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
+    if extension.checked:
+        return
     half = engine.fp16_enabled() or engine.bfloat16_enabled()
-    check = partial(checked_layouts, model, topology, engine._config._param_dict, itemsize=2 if half else None)
-    return checked_stages(model, partial(check, is_stage=True)) if engine.pipeline_parallelism else check()
+    raw, topology = engine._config._param_dict, extension.topology
+    check = partial(checked_layouts, model, topology, raw, itemsize=2 if half else None)
+    if engine.pipeline_parallelism:
+        extension.layouts = checked_stages(engine, model, partial(check, is_stage=True), topology.tp)
+    else:
+        extension.layouts = check()
+    extension.checked = True
 
 
 def _ranks_per_node(device: torch.device) -> int:

@@ -55,7 +55,8 @@ def check_first_gradients(engine: Any, tp: Peers) -> None:
 
         return step
 
-    override(engine, "step", make)
+    # A pipeline's engine has no `step()` of its own.
+    override(engine, "_take_model_step" if engine.pipeline_parallelism else "step", make)
 
 
 def _recorder(norms: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:

@@ -31,7 +31,7 @@ def _sum_stages_last(optimizer: Any, groups: ExpertGroups, device: torch.device)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def scaled_global_norm(*args: Any, **kwargs: Any) -> Any:
-            across, optimizer.model_parallel_group = optimizer.model_parallel_group, None
+            across, optimizer.model_parallel_group = optimizer.model_parallel_group, groups.tp.group
             try:
                 norm = original(*args, **kwargs)
             finally:

@@ -18,6 +18,7 @@ from ds_etp.checkpoint.agree import everyone
 from ds_etp.errors import CheckpointError, ConfigError, config_error
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.unread import unread_modules
+from ds_etp.patches.stage_tp import check_plan
 from ds_etp.patches.versions import check_pipeline_version
 from ds_etp.topology import Topology
 from ds_etp.wire import Choice
@@ -35,19 +36,27 @@ def stage_count(engine: Any) -> int:
         return 1
     check_pipeline_version()
     _check_options(engine)
-    grid = engine.mpu.topology()
+    grid, tp = _grid(engine).topology(), max(int(engine.autotp_size()), 1)
     world, pp = dist.get_world_size(), int(grid.get_dim("pipe"))
-    per_stage = world // pp
-    places = [grid.get_coord(rank) for rank in range(world)]
-    if [(place.pipe, place.data) for place in places] != [divmod(rank, per_stage) for rank in range(world)]:
+    ours, rank = Topology(world, tp=tp, pp=pp), range(world)
+    places = [grid.get_coord(r) for r in rank]
+    wanted = [(ours.index_in("pp", r), ours.index_in("dp", r), ours.index_in("tp", r)) for r in rank]
+    if [(place.pipe, place.data, getattr(place, "model", 0)) for place in places] != wanted:
+        works = "PipeDataParallelTopology, or num_stages alone"
         raise config_error(
             "PipelineModule.topology",
             type(grid).__name__,
-            f"does not lay ranks out as experts are: each of {pp} stages has to hold {per_stage} ranks in a row, all "
-            "of them data-parallel",
-            works="PipeDataParallelTopology, or num_stages alone",
+            f"does not lay ranks out as experts are: each of {pp} stages has to hold {world // pp} ranks in a row, and "
+            f"in it {tp} tensor-parallel ones (tensor_parallel.autotp_size) in a row",
+            works=works if tp == 1 else f"PipeModelDataParallelTopology(num_pp={pp}, num_mp={tp}, num_dp={ours.dp})",
         )
     return pp
+
+
+def _grid(engine: Any) -> Any:
+    """Also before the engine has its module: then its mpu is the grid that the module came with."""
+    module = vars(engine).get("module")
+    return engine.mpu if module is None else module.mpu()
 
 
 def topology_of(engine: Any) -> Topology:
@@ -69,7 +78,7 @@ def topology_of(engine: Any) -> Topology:
 
 
 def _check_options(engine: Any) -> None:
-    stage, tp, sequence = int(engine.zero_optimization_stage()), int(engine.autotp_size()), _sequence_ranks(engine)
+    stage, sequence = int(engine.zero_optimization_stage()), _sequence_ranks(engine)
     kind = type(engine).__name__
     for refused, key, value, rule, works in (
         (kind != "PipelineEngine", "PipelineModule", kind, "was not tried with split experts", "a PipelineModule"),
@@ -79,14 +88,6 @@ def _check_options(engine: Any) -> None:
             stage,
             "is incompatible with PipelineModule, in DeepSpeed itself",
             "0, 1",
-        ),
-        (
-            tp > 1,
-            "tensor_parallel.autotp_size",
-            tp,
-            "does not work with PipelineModule: DeepSpeed's AutoTP puts groups of its own, which know no stages, in "
-            "the place of the pipeline's",
-            "1, or a model without pipeline",
         ),
         (
             sequence > 1,
@@ -108,12 +109,16 @@ def _sequence_ranks(engine: Any) -> int:
     return max(int(named), dist.get_world_size(group) if group is not None else 1)
 
 
-def checked_stages(module: Any, check: Callable[[], Mapping[str, ExpertsLayout]]) -> dict[str, ExpertsLayout]:
+def checked_stages(
+    engine: Any, module: nn.Module, check: Callable[[], Mapping[str, ExpertsLayout]], tp: int
+) -> dict[str, ExpertsLayout]:
     """A stage's layouts, once every stage's are known to fit. Collective over the world.
 
     Args:
-        module: the `PipelineModule`.
+        engine: a PipelineEngine in the making.
+        module: its `PipelineModule`.
         check: gives this rank's layouts, without collectives.
+        tp: tensor-parallel size.
 
     Raises:
         ConfigError: on every rank alike, what the first rank that refuses says; or no stage has experts.
@@ -122,7 +127,9 @@ def checked_stages(module: Any, check: Callable[[], Mapping[str, ExpertsLayout]]
     failure: Exception | None = None
     try:
         layouts = check()
-        _check_stage(module, layouts)
+        _check_stage(engine, module, layouts)
+        if tp > 1:
+            check_plan(module, tp, engine._config._param_dict["tensor_parallel"].get("partition_config") is not None)
     except Exception as error:
         failure = error
     answers = everyone((len(layouts), None if failure is None else str(failure)))
@@ -139,7 +146,7 @@ def checked_stages(module: Any, check: Callable[[], Mapping[str, ExpertsLayout]]
     return dict(layouts)
 
 
-def _check_stage(module: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> None:
+def _check_stage(engine: Any, module: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> None:
     for path in layouts:
         if path.startswith("tied_modules."):
             raise config_error(
@@ -157,6 +164,15 @@ def _check_stage(module: nn.Module, layouts: Mapping[str, ExpertsLayout]) -> Non
             where=path,
             works="layers of a model that transformers' own from_pretrained has loaded",
         )
+    trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
+    if trains and not any(parameter.requires_grad for parameter in module.parameters()):
+        raise config_error(
+            "PipelineModule",
+            type(module).__name__,
+            f"has no parameter that is trained in stage {_grid(engine).get_stage_id()}, and DeepSpeed makes no "
+            "optimizer of none",
+            works="a partition of layers with some in each stage",
+        )
 
 
 def gathered_choices(choices: list[Choice], topology: Topology) -> list[Choice]:
@@ -168,5 +184,5 @@ def gathered_choices(choices: list[Choice], topology: Topology) -> list[Choice]:
 
 def forget_grid(engine: Any) -> None:
     """DeepSpeed keeps a pipeline's grid for the engines to come, which would take its groups for theirs."""
-    if host_groups.mpu is engine.mpu:
+    if engine.mpu is not None and host_groups.mpu is engine.mpu:
         host_groups.mpu = None

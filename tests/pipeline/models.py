@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
@@ -16,7 +18,7 @@ class Embedding(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach().clone())
+        self.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
@@ -44,7 +46,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
-def make_pipeline(model: Any, stages: int, cuts: tuple[int, ...] = (), interval: int = 0) -> Any:
+def make_pipeline(model: Any, stages: int, cuts: tuple[int, ...] = (), interval: int = 0, tp: int = 1) -> Any:
     """A `PipelineModule` of the parts of a Mixtral.
 
     Args:
@@ -52,6 +54,7 @@ def make_pipeline(model: Any, stages: int, cuts: tuple[int, ...] = (), interval:
         stages: how many.
         cuts: where each stage but the first begins, in layers: embedding, decoders, norm, head; even where empty.
         interval: of activation checkpointing, in layers.
+        tp: tensor-parallel ranks in each stage.
     """
     layers: list[Any] = []
     names = {}
@@ -71,9 +74,10 @@ def make_pipeline(model: Any, stages: int, cuts: tuple[int, ...] = (), interval:
     names[f"{len(layers)}."] = "lm_head."
     layers.append(head)
     made = type("Cut", (PipelineModule,), {"_partition_layers": _cut(cuts)}) if cuts else PipelineModule
+    data = dist.get_world_size() // (stages * tp)
     module = made(
         layers,
-        num_stages=stages,
+        topology=PipeModelDataParallelTopology(stages, tp, data) if tp > 1 else PipeDataParallelTopology(stages, data),
         loss_fn=loss_of,
         partition_method="type:Decoder",
         activation_checkpoint_interval=interval,

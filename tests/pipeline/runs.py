@@ -46,9 +46,10 @@ class Pipeline:
 def make_engine(recipe: Recipe, pipeline: Pipeline, **arguments: Any) -> Any:
     """A PipelineEngine with the recipe's model, ds_etp registered."""
     ds_etp.register()
-    module = make_pipeline(recipe.model(), pipeline.stages, pipeline.cuts, pipeline.interval)
+    module = make_pipeline(recipe.model(), pipeline.stages, pipeline.cuts, pipeline.interval, pipeline.layout.tp)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     config = ds_config(recipe, pipeline.layout)
-    engine, *_ = deepspeed.initialize(model=module, config=config, **arguments)
+    engine, *_ = deepspeed.initialize(model=module, config=config, model_parameters=trained, **arguments)
     return engine
 
 
@@ -62,6 +63,9 @@ def batches(recipe: Recipe, step: int, engine: Any) -> Any:
 def train(recipe: Recipe, pipeline: Pipeline) -> Run | None:
     """Trains the recipe on this process's rank. Rank 0 returns the run, in full tensors."""
     engine = make_engine(recipe, pipeline)
+    if pipeline.layout.tp > 1:
+        projections = [module for path, module in engine.module.named_modules() if path.endswith("q_proj")]
+        assert all(module.weight.shape[0] == 32 // pipeline.layout.tp for module in projections)
     evaluated = float(engine.eval_batch(batches(recipe, 0, engine)))
     run = run_steps(engine, recipe)
     assert abs(evaluated - run.losses[0]) <= LOSS * evaluated  # of the same batches, before the first step
@@ -104,18 +108,25 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
         for name, _ in module.named_parameters()
     }
     own = {
-        hf_name(engine.module, name): (read(parameter).detach().float().cpu().contiguous(), layouts.get(name))
+        hf_name(engine.module, name): (
+            read(parameter).detach().float().cpu().contiguous(),
+            layouts.get(name),
+            getattr(parameter, "ds_autotp_universal_checkpoint_meta", {}).get("partition_dim"),
+        )
         for name, parameter in engine.module.named_parameters()
     }
     by_rank: list[dict[str, Any]] = [{}] * world
     dist.all_gather_object(by_rank, own)
     full: dict[str, Tensor] = {}
     for ranks in (range(start, start + world // stages) for start in range(0, world, world // stages)):
-        for name, (_, layout) in by_rank[ranks[0]].items():
+        for name, (_, layout, dim) in by_rank[ranks[0]].items():
             parts = {rank: by_rank[rank][name][0] for rank in ranks}
-            if layout is None:
+            if layout is None and dim is None:
                 _assert_same(name, parts, [tuple(ranks)])
                 found = parts[ranks[0]]
+            elif layout is None:
+                _assert_same(name, parts, [g for g in topology.groups("dp") if g[0] in ranks])
+                found = torch.cat([parts[rank] for rank in topology.group_of("tp", ranks[0])], dim)
             else:
                 _assert_same(name, parts, [g for g in topology.groups("expert_dp") if g[0] in ranks])
                 block = topology.group_of("expert_model_parallel", ranks[0])

@@ -28,6 +28,7 @@ OTHER = replace(RECIPE, seed=99)
 FIRST = Pipeline(Layout(world=4, etp=2, stage=1))
 # Another stage for each layer, experts dealt out, and no ZeRO.
 SECOND = Pipeline(Layout(world=4, ep=2, stage=0), cuts=(3,))
+THIRD = Pipeline(Layout(world=8, tp=2, etp=4, stage=1))
 WHOLE = Layout(world=2, etp=2, stage=3)
 
 
@@ -62,8 +63,8 @@ def load_whole(folder: str, again: str) -> Run | None:
 
 
 def load_staged(folder: str) -> Run | None:
-    """Goes on with stages, from a checkpoint that was written without."""
-    engine = make_engine(OTHER, FIRST)
+    """Goes on with stages split by tp too, from a checkpoint that was written without."""
+    engine = make_engine(OTHER, THIRD)
     assert engine.load_checkpoint(folder)[0] is not None
     run = run_steps(engine, RECIPE, first=SAVED)
     engine.destroy()
@@ -80,7 +81,7 @@ def test_save_load_export(launcher: Launcher, tmp_path: Path) -> None:
     rest = Run(oracle.losses[SAVED:], oracle.norms[SAVED:], oracle.grads, oracle.weights)
     assert_equal_runs(moved, rest)
     assert_equal_runs(launcher.run(2, load_whole, folder=folder, again=again)[0], rest)
-    assert_equal_runs(launcher.run(4, load_staged, folder=again)[0], rest)
+    assert_equal_runs(launcher.run(8, load_staged, folder=again)[0], rest)
     export_checkpoint(Path(folder), tmp_path / "hub")
     saved = train_unsharded(replace(RECIPE, steps=SAVED)).weights
     for exported in (tmp_path / "hub", f"{folder}-16bit", f"{folder}-masters"):

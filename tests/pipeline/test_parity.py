@@ -17,13 +17,18 @@ from tests.tolerances import assert_equal_runs
 PLAIN = (("output_router_logits", False),)
 TIED = (*PLAIN, ("tie_word_embeddings", True))
 CASES = {
-    "etp 2": (Pipeline(Layout(world=4, etp=2, stage=0)), Recipe(changes=PLAIN)),
+    "etp 2": (Pipeline(Layout(world=4, etp=2, stage=0)), Recipe(lengths=(12, 5), changes=PLAIN)),
     "ep 2": (Pipeline(Layout(world=4, ep=2, stage=1)), Recipe(optimizer="adamw", clip=0.0, changes=TIED)),
     "only embedding": (
         Pipeline(Layout(world=4, ep=2, stage=0), cuts=(1,), interval=1),
         Recipe(optimizer="adamw", clip=1.0, changes=TIED),
     ),
     "only head": (Pipeline(Layout(world=4, etp=2, stage=1), cuts=(3,), interval=1), Recipe(changes=PLAIN)),
+    "tp 2": (Pipeline(Layout(world=4, tp=2, etp=2, stage=0), interval=1), Recipe(family="qwen3_moe", changes=PLAIN)),
+    "tp 2, etp 4": (
+        Pipeline(Layout(world=8, tp=2, etp=4, stage=1), cuts=(3,)),
+        Recipe(optimizer="adamw", changes=TIED),
+    ),
     "eight ranks": (Pipeline(Layout(world=8, etp=2, ep=2, stage=1)), Recipe(changes=TIED)),
     "four stages": (Pipeline(Layout(world=8, etp=2, stage=0), stages=4, cuts=(1, 2, 3)), Recipe(changes=TIED)),
 }

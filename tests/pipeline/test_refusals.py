@@ -37,6 +37,13 @@ def _odd_stage() -> Any:
     return make_pipeline(model, 2)
 
 
+def _idle_stage() -> Any:
+    model = _model().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.experts.requires_grad_(True)
+    return make_pipeline(model, 2, cuts=(3,))
+
+
 def _bare(cls: Any = PipelineModule, **arguments: Any) -> Any:
     model = _model()
     return cls([model.model.embed_tokens, model.model.norm, model.lm_head, model.model.norm], **arguments)
@@ -53,21 +60,24 @@ def _tied_experts() -> Any:
 
 _TRANSPOSED = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
 _WITH_MODEL = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+TP2 = {"tensor_parallel": {"autotp_size": 2}}
 # What is built, what is changed in the config, and what the message says.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "one stage": (_odd_stage, {}, "etp_size=2 cannot shard 2.layer.mlp.experts: intermediate size 17"),
     "no experts": (lambda: _bare(num_stages=2), {}, "found no routed experts in any stage"),
+    "nothing to train": (_idle_stage, {}, "has no parameter that is trained in stage 1"),
     "tied experts": (_tied_experts, {}, "TiedLayerSpec='both' holds experts"),
     "pp in tiling": (_pipeline, {"expert_tensor_parallel": {"etp_size": 4}}, "etp 4 x ep 1 x pp 2 = 8 does not divide"),
     "ZeRO-2": (_pipeline, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2 is incompatible"),
-    "tensor parallel": (
-        _pipeline,
-        {"tensor_parallel": {"autotp_size": 2}},
-        "tensor_parallel.autotp_size=2 does not work",
+    "no axis for tp": (_pipeline, TP2, "Values that work: PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)"),
+    "no plan for tp": (
+        lambda: _bare(topology=_WITH_MODEL),
+        TP2,
+        "autotp_size=2 needs to know how the pipeline's dense",
     ),
     "Ulysses": (_pipeline, {"sequence_parallel_size": 2}, "sequence parallel size=2 does not work"),
     "transposed": (lambda: _bare(topology=_TRANSPOSED), {}, "ProcessTopology' does not lay ranks out"),
-    "model axis": (lambda: _bare(topology=_WITH_MODEL), {}, "PipeModelDataParallelTopology' does not lay ranks out"),
+    "no tp": (lambda: _bare(topology=_WITH_MODEL), {}, "PipeModelDataParallelTopology' does not lay ranks out"),
     "two stages a rank": (lambda: _bare(DualPipeVModule, num_stages=2), {}, "DualPipeVEngine' was not tried"),
 }
 
