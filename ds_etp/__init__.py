@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_etp import pipeline
     from ds_etp.errors import CheckpointError, ConfigError
     from ds_etp.extension import register, unregister
     from ds_etp.families import register_layout
@@ -33,6 +34,7 @@ __all__ = [
     "fuse_experts",
     "initialize",
     "load_checkpoint",
+    "pipeline",
     "register",
     "register_layout",
     "save_checkpoint",
@@ -59,6 +61,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name == "pipeline":
+        return import_module("ds_etp.pipeline")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -173,6 +173,7 @@ SHIPPED = {
     "demo.json": (4, 4, 1),
     "ep2_zero3.json": (2, 1, 2),
     "offload.json": (2, 2, 1),
+    "pipeline.json": (2, 2, 1),  # ranks of one stage
     "tp_etp_ep.json": (4, 2, 2),
     "zero1.json": (2, 2, 1),
     "zero2.json": (2, 2, 1),

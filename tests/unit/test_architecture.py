@@ -43,6 +43,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "patches": 5,
     "model_checks": 6,
     "inspection": 6,
+    "pipeline": 6,
     "report": 6,
     "extension": 6,
     "plan_chart": 6,
