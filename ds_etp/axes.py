@@ -9,12 +9,9 @@ from ds_etp.errors import config_error
 from ds_etp.host_options import AUTOTP
 from ds_etp.topology import Topology
 
-# ZeRO stages that pipelines work with: DeepSpeed's pipeline engine takes no others. Empty: there are no pipelines.
+# What pipelines work with. DeepSpeed's pipeline engine takes no other ZeRO stages.
 PIPELINE_ZERO: tuple[int, ...] = (0, 1)
 PIPELINE_DTYPES = (None, "bfloat16")
-# Whether layers may be split over tp, and sequences over cp, inside a pipeline stage.
-PIPELINE_TP = True
-PIPELINE_CP = False
 
 # What DeepSpeed's Ulysses (0.19.8) can't share between ranks.
 HEAD_SIZES = "Ulysses takes queries, keys and values of one size a head"
@@ -37,8 +34,6 @@ def check_axes(topology: Topology, stage: int, half_dtype: str | None = None) ->
     """
     if topology.pp == 1:
         return
-    if not PIPELINE_ZERO:
-        raise config_error(PP, topology.pp, "is not supported", works="1")
     if stage not in PIPELINE_ZERO:
         raise config_error(
             "zero_optimization.stage",
@@ -48,9 +43,7 @@ def check_axes(topology: Topology, stage: int, half_dtype: str | None = None) ->
         )
     if half_dtype not in PIPELINE_DTYPES:
         raise config_error("fp16.enabled", True, f"was not tried with {PP} {topology.pp}", works="bf16, or neither")
-    if topology.tp > 1 and not PIPELINE_TP:
-        raise config_error(AUTOTP, topology.tp, f"does not work with {PP} {topology.pp}", works="1")
-    if topology.cp > 1 and not PIPELINE_CP:
+    if topology.cp > 1:
         raise config_error(CP, topology.cp, f"does not work with {PP} {topology.pp}", works="1")
 
 

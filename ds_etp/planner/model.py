@@ -178,9 +178,18 @@ def _stage(facts: ModelFacts, stages: int, index: int) -> ModelFacts:
         facts,
         layers=len(within(tuple(range(facts.layers)))),
         moe_places=within(facts.moe_places),
-        weights=tuple(replace(weight, layers=within(weight.layers)) for weight in facts.weights),
+        weights=tuple(
+            replace(weight, layers=within(weight.layers), cut=_cut_in_stages(weight, facts.layers))
+            for weight in facts.weights
+        ),
         makes_logits=index == stages - 1,
     )
+
+
+def _cut_in_stages(weight: Weight, layers: int) -> Cut:
+    """AutoTP leaves whole what lies outside of a pipeline's layers: embedding and output layer."""
+    outside = all(layer in (-1, layers) for layer in weight.layers)
+    return "whole" if outside and weight.cut == "tp" else weight.cut
 
 
 @lru_cache(maxsize=1024)

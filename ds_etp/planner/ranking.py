@@ -183,9 +183,13 @@ def script_notes(proposal: Proposal) -> list[str]:
         )
     if topology.pp > 1:
         interval = ", activation_checkpoint_interval=1" if job.recompute else ""
+        stages = f"num_stages={topology.pp}"
+        if topology.tp > 1:
+            sizes = f"num_pp={topology.pp}, num_mp={topology.tp}, num_dp={topology.dp}"
+            stages = f"topology=PipeModelDataParallelTopology({sizes})"
         notes.append(
-            f"pp {topology.pp} is set up by the script: deepspeed.initialize(model=PipelineModule(layers, "
-            f'num_stages={topology.pp}, partition_method="parameters"{interval})), trained by engine.train_batch. '
+            f"pp {topology.pp} is set up by the script: deepspeed.initialize(model=ds_etp.pipeline.from_causal_lm("
+            f'model, {stages}, partition_method="parameters"{interval})), trained by engine.train_batch. '
             f"gradient_accumulation_steps, {job.micro_batches}, is its number of micro batches."
         )
     return notes

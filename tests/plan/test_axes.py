@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ds_etp import axes
 from ds_etp.axes import check_axes, check_sequence_heads, check_stages
 from ds_etp.errors import ConfigError
 from ds_etp.planner.advice import explain
@@ -56,6 +55,19 @@ def test_stages_make_up_the_model(name: str) -> None:
     assert ["output layer" in found for found in names] == [False, False, False, True]
     assert [part.makes_logits for part in parts] == [False, False, False, True]
     assert set(facts.distinct_stages(4)) >= {0, 3}
+
+
+def test_embedding_and_output_layer_stay_whole_in_pipelines() -> None:
+    """AutoTP splits layers there."""
+    facts, topology = facts_of("Mixtral-8x7B-v0.1"), Topology(16, tp=2, pp=2)
+    outside = {"embedding", "output layer"}
+
+    def parts(facts: ModelFacts) -> dict[str, float]:
+        return {w.name: w.local(topology) / w.elements for w in facts.weights}
+
+    plain, stage = parts(facts), parts(facts.stage(2, 1))
+    assert {name for name in plain if plain[name] != stage[name]} == {name for name in outside if plain[name] < 1}
+    assert all(stage[name] == 1 for name in outside)
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_each_stage() -> None:
@@ -146,13 +158,10 @@ def test_pipelines_where_nothing_else_fits() -> None:
     ("sizes", "stage", "says"),
     [
         ({"pp": 2}, 2, "zero_optimization.stage=2 does not work with pipeline parallel size 2: "),
-        ({"pp": 2, "tp": 2}, 1, "tensor_parallel.autotp_size=2 does not work with pipeline parallel size 2"),
         ({"pp": 2, "cp": 2}, 0, "sequence parallel size=2 does not work with pipeline parallel size 2"),
     ],
 )
-def test_what_pipelines_refuse(sizes: dict[str, int], stage: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(axes, "PIPELINE_TP", False)
-    monkeypatch.setattr(axes, "PIPELINE_CP", False)
+def test_what_pipelines_refuse(sizes: dict[str, int], stage: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_axes(Topology(8, **sizes), stage)
 
