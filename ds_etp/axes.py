@@ -92,7 +92,7 @@ def check_stages(topology: Topology, layers: int) -> None:
     Raises:
         ConfigError: names the most that work.
     """
-    if topology.pp > layers:
+    if topology.pp > max(layers, 1):
         raise config_error(PP, topology.pp, f"is more than the model's {layers} layers", works=f"1 to {layers}")
 
 

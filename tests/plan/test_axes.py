@@ -184,6 +184,7 @@ def test_heads_that_cannot_be_shared(tp: int, cp: int, heads: int, kv: int, says
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ConfigError, match="pipeline parallel size=4 is more than the model's 3 layers"):
         check_stages(Topology(4, pp=4), 3)
+    check_stages(Topology(4), 0)  # no pipeline, no matter
 
 
 def test_half_precision_of_pipelines() -> None:
