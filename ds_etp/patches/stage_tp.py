@@ -111,8 +111,24 @@ def keep_stages(engine: Any, module: Any) -> None:
         ConfigError: AutoTP has replaced a tied layer, of which the pipeline keeps the old one.
     """
     engine.mpu = _StagedGroups(module.mpu())
+    _flatten_checked_inputs(engine, module)
+    if module.dynamic_shape:
+        # DeepSpeed keeps the first batch's shape for what it sends in parts.
+        engine._config.pipeline.update(pipe_partitioned=False, grad_partitioned=False)
     for name, place in module.fwd_map.items():
         module.forward_funcs[place] = getattr(module, name)
     for key, comm in module.tied_comms.items():
         if comm["module"] is not module.tied_modules[key]:
             raise ConfigError(f"tensor_parallel.partition_config must leave the tied layer {key!r} whole.")
+
+
+def _flatten_checked_inputs(engine: Any, module: Any) -> None:
+    """AutoTP compares a first batch between tensor-parallel ranks, and stumbles over tuples of tensors."""
+    hooks, handle = module._forward_pre_hooks, engine.first_dataloader_check
+    original = hooks[handle.id]
+
+    def flat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = args[0] if args and isinstance(args[0], tuple) else args
+        original(module, tuple(tensor.detach() for tensor in inputs), kwargs)
+
+    hooks[handle.id] = flat

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 
 import ds_etp
@@ -49,15 +50,23 @@ class Case:
     stages: int = 2
     options: tuple[tuple[str, Any], ...] = ()
 
-    def fit(self, recipe: Padded) -> Padded:
-        """The recipe on this case's data-parallel ranks."""
-        return replace(recipe, dp=self.layout.world // self.stages)
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return self.layout.dp // self.stages
+
+    def make_module(self, model: Any) -> Any:
+        """The pipeline of a model."""
+        if self.layout.tp == 1:
+            return ds_etp.pipeline.from_causal_lm(model, self.stages, **dict(self.options))
+        topology = PipeModelDataParallelTopology(self.stages, self.layout.tp, self.dp)
+        return ds_etp.pipeline.from_causal_lm(model, topology=topology, **dict(self.options))
 
 
 def make_engine(recipe: Recipe, case: Case) -> Any:
     """A PipelineEngine of the recipe's model, ds_etp registered."""
     ds_etp.register()
-    module = ds_etp.pipeline.from_causal_lm(recipe.model(), case.stages, **dict(case.options))
+    module = case.make_module(recipe.model())
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     config = ds_config(recipe, case.layout)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ CASES = {
         Case(Layout(world=4, etp=2), options=(("activation_checkpoint_interval", 2),)),
         Padded("mixtral", changes=FOUR_LAYERS, frozen="dense"),
     ),
+    # Lengths differ between steps, and what AutoTP's ranks send in parts has one shape for ever in DeepSpeed.
+    "tp 2": (Case(Layout(world=4, tp=2, etp=2)), Padded("mixtral", changes=TIED)),
     "four stages": (
         Case(Layout(world=4, with_block=False), 4, (("partition_method", "type:DecoderLayer"),)),
         Padded("mixtral", changes=FOUR_LAYERS),
@@ -50,7 +53,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_whole_model(launcher: Launcher, name: str) -> None:
     case, recipe = CASES[name]
-    recipe = case.fit(recipe)
+    recipe = replace(recipe, dp=case.dp)
     run = launcher.run(case.layout.world, train, recipe=recipe, case=case)[0]
     assert_equal_runs(run, train_unsharded(recipe))
 
