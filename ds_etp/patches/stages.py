@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as host_groups
 from torch import nn
@@ -132,6 +133,8 @@ def checked_stages(
             check_plan(module, tp, engine._config._param_dict["tensor_parallel"].get("partition_config") is not None)
     except Exception as error:
         failure = error
+    if engine.local_rank >= 0:
+        get_accelerator().set_device(engine.local_rank)  # before AutoTP the engine has not, and NCCL needs it
     answers = everyone((len(layouts), None if failure is None else str(failure)))
     refused = next((said for _, said in answers if said is not None), None)
     if refused is not None:
