@@ -79,7 +79,7 @@ def topology_of(engine: Any) -> Topology:
 
 def _check_options(engine: Any) -> None:
     stage, sequence = int(engine.zero_optimization_stage()), _sequence_ranks(engine)
-    kind = type(engine).__name__
+    kind, (computed, accumulated) = type(engine).__name__, engine.get_data_types()
     for refused, key, value, rule, works in (
         (kind != "PipelineEngine", "PipelineModule", kind, "was not tried with split experts", "a PipelineModule"),
         (
@@ -97,6 +97,13 @@ def _check_options(engine: Any) -> None:
             "1",
         ),
         (engine.fp16_enabled(), "fp16.enabled", True, "was not tried with PipelineModule", "bf16, or neither"),
+        (
+            stage == 1 and engine.zero_cpu_offload() and computed != accumulated,
+            "data_types.grad_accum_dtype",
+            str(accumulated).removeprefix("torch."),
+            "with offload_optimizer and PipelineModule: DeepSpeed does not sum such gradients of tied layers",
+            "the type the model computes in, or no offload",
+        ),
     ):
         if refused:
             raise config_error(key, value, rule, works=works)

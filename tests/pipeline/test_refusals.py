@@ -61,6 +61,11 @@ def _tied_experts() -> Any:
 _TRANSPOSED = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
 _WITH_MODEL = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
 TP2 = {"tensor_parallel": {"autotp_size": 2}}
+OFFLOAD = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+}
 # What is built, what is changed in the config, and what the message says.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "one stage": (_odd_stage, {}, "etp_size=2 cannot shard 2.layer.mlp.experts: intermediate size 17"),
@@ -75,6 +80,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         TP2,
         "autotp_size=2 needs to know how the pipeline's dense",
     ),
+    "offloaded sums": (_pipeline, OFFLOAD, "data_types.grad_accum_dtype='float32' with offload_optimizer"),
     "Ulysses": (_pipeline, {"sequence_parallel_size": 2}, "sequence parallel size=2 does not work"),
     "transposed": (lambda: _bare(topology=_TRANSPOSED), {}, "ProcessTopology' does not lay ranks out"),
     "no tp": (lambda: _bare(topology=_WITH_MODEL), {}, "PipeModelDataParallelTopology' does not lay ranks out"),
