@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_etp.errors import config_error
+from ds_etp.errors import ConfigError, config_error
 from ds_etp.loading.unread import unread_modules
 from ds_etp.patches.router_outputs import router_modules
 from ds_etp.pipeline.batches import CausalLoss, check_names
@@ -130,7 +130,7 @@ def _first_type(modules: dict[str, nn.Module]) -> type[nn.Module]:
 
 def _keep_own(module: PipelineModule, specs: list[Spec], skeleton: Skeleton, structure: Structure) -> None:
     """Tells the stage's first and last piece that they are, and lets go of what other stages have."""
-    start, stop = module.parts[module.stage_id : module.stage_id + 2]
+    start, stop = module.partitions()[module.stage_id : module.stage_id + 2]
     specs[start].step.first, specs[stop - 1].step.last = start > 0, stop < len(specs)
     kept = {path for spec in specs[start:stop] for path in spec.modules}
     if structure.tied and any(isinstance(spec, TiedSpec) for spec in specs[start:stop]):
@@ -154,9 +154,10 @@ def _check_weights(model: nn.Module) -> None:
 
 
 def _check_stages(stages: Any, structure: Structure) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else None
-    layers = len(structure.layers)
-    works = [n for n in range(1, layers + 1) if world is None or world % n == 0]
+    if not dist.is_initialized():
+        raise ConfigError("from_causal_lm needs the ranks' process group: call deepspeed.init_distributed() first.")
+    world, layers = dist.get_world_size(), len(structure.layers)
+    works = [n for n in range(1, layers + 1) if world % n == 0]
     if not isinstance(stages, int) or stages not in works:
         raise config_error(
             "from_causal_lm.num_stages",

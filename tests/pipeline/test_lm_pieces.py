@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import ds_etp
 from ds_etp.errors import ConfigError
 from ds_etp.pipeline import pipeline_batch
 from ds_etp.pipeline.batches import CausalLoss
@@ -106,6 +107,11 @@ def test_a_loss_of_its_own_is_noticed() -> None:
     model.loss_function = lambda logits, labels, vocab_size, **_: 2 * logits.float().square().mean()
     with pytest.raises(ConfigError, match="loss of its own"):
         check_pieces(find_structure(model), NAMES, loss)
+
+
+def test_it_wants_ranks_first() -> None:
+    with pytest.raises(ConfigError, match="init_distributed"):
+        ds_etp.pipeline.from_causal_lm(make_model("mixtral"), 2)
 
 
 def test_router_sums_travel_through_bf16() -> None:
