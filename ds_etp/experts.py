@@ -7,7 +7,7 @@ own forward computes on the shard, under whichever experts implementation the us
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +30,8 @@ class Shard:
         topology: the sizes it is split by.
         ep_index, etp_index: which shard this rank holds.
         plan: how tokens reach it.
+        takes_marks: whether the family's forward now skips an index one above the last expert, as it may for some
+            experts implementations only; None: it never does.
     """
 
     path: str
@@ -38,6 +40,7 @@ class Shard:
     ep_index: int
     etp_index: int
     plan: Plan
+    takes_marks: Callable[[nn.Module], bool] | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
@@ -65,13 +68,19 @@ class ShardedExperts:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
         plan = self.ds_etp_shard.plan
-        rows = plan.dispatch(hidden_states, top_k_index, top_k_weights)
+        rows = plan.dispatch(hidden_states, top_k_index, top_k_weights, marked=marks(self))
         return plan.combine(self.on_local_rows(rows.x, rows.index, rows.weights), rows)
 
     def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
         partial: Tensor = super().forward(x, index, weights)  # type: ignore[misc]
         return partial
+
+
+def marks(module: Any) -> bool:
+    """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
+    takes_marks = module.ds_etp_shard.takes_marks
+    return takes_marks is not None and takes_marks(module)
 
 
 def _added_once(name: str) -> property:

@@ -16,13 +16,14 @@ from torch import nn
 from ds_etp import config as block_config
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
-from ds_etp.experts import Shard, check_sizes, shard_in_place
+from ds_etp.experts import check_sizes, shard_in_place
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options
+from ds_etp.layer_options import make_shard, without_effect
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.reader import ShardReader
 from ds_etp.loading.unread import is_unread, unread_modules, with_progress
-from ds_etp.log import log_table
+from ds_etp.log import log_table, logger
 from ds_etp.model_checks import checked_layouts, chosen_plans, plan_rows
 from ds_etp.patches import optimizers, overrides, sequence, sequence_tp
 from ds_etp.patches.accelerate import install_get_state_dict
@@ -37,7 +38,6 @@ from ds_etp.patches.peft import check_same_adapters, plain_path, split_adapters
 from ds_etp.patches.peft_autotp import adapters_split_with_layers
 from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
-from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
 from ds_etp.wire import Choice, tokens_are_replicated
 from ds_etp.zero import follow_as_one, is_partitioned, shard_partitioned, tag
@@ -116,7 +116,7 @@ class _Events:
         engine.has_moe_layers = True
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
-        _log(extension)
+        _log(extension, model)
 
 
 def _extension(engine: Any) -> Extension | None:
@@ -172,15 +172,12 @@ def _ranks_per_node(device: torch.device) -> int:
 def _shard_model(
     model: nn.Module, extension: Extension, groups: ExpertGroups, reader: ShardReader, *, zero3: bool
 ) -> None:
-    topology, block = extension.topology, extension.block
-    reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
+    block = extension.block
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     follow_as_one(list(modules.values()))
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
-        plan_class = PLANS[extension.choices[path].plan]
-        plan = plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches)
-        shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
+        shard = make_shard(path, module, layout, groups, extension.choices[path].plan, block)
         tag(module.parameters(), groups)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
@@ -217,7 +214,7 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
         sync_generation(model)
 
 
-def _log(extension: Extension) -> None:
+def _log(extension: Extension, model: nn.Module) -> None:
     if dist.get_rank() != 0:
         return
     topology, block = extension.topology, extension.block
@@ -225,6 +222,8 @@ def _log(extension: Extension) -> None:
     rows.extend(plan_rows(extension.choices.values(), block))
     rows.append(("experts modules", str(len(extension.layouts))))
     log_table("expert tensor parallelism", rows)
+    for sentence in without_effect(model, block):
+        logger().warning(sentence)
 
 
 _PATCHES = [*engine_patches(_Events()), *loading_patches()]

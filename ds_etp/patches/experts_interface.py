@@ -69,3 +69,26 @@ def refuse_split_model(model: nn.Module) -> None:
             f"in from_pretrained has split {type(model).__name__} already",
             works="no tp_plan: set tensor_parallel.autotp_size and expert_tensor_parallel in the DeepSpeed config",
         )
+
+
+# Implementations that skip an index of num_experts and up where a module says it is expert parallel: rows they didn't
+# compute are zeroed, forward and backward (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the
+# gradient of a gate's bias, and before 5.8 nothing is zeroed.
+_MARKING = ("grouped_mm", "batched_mm")
+
+
+def allow_marks(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
+    """Lets an experts module skip experts that are elsewhere, where it is of a kind that can.
+
+    Not with one expert a rank: the histogram of grouped_mm would read its range from the device.
+    """
+    can = hasattr(module, "_is_expert_parallel") and layout.adapter is None
+    if not can or topology.ep == 1 or layout.num_experts == topology.ep:
+        return False
+    module._is_expert_parallel = True
+    return True
+
+
+def takes_marks(module: nn.Module) -> bool:
+    """Whether an experts module that may skip experts does so under the implementation it has now."""
+    return getattr(module.config, "_experts_implementation", None) in _MARKING

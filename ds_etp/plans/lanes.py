@@ -174,8 +174,8 @@ class AllToAll(BasePlan):
     route: type[Lanes]
     _places: Places | None = None
 
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
-        """See `Plan.dispatch`."""
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
+        """See `Plan.dispatch`. The host has to know counts here, so rows are never marked."""
         route, tokens = self.route(self, index), len(x)
         x, index, weights = dispatch(route, x, index, weights)
         return Rows(x, index, weights, None, len(x), tokens, route)

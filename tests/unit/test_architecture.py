@@ -39,6 +39,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "loading": 4,
     "patches": 5,
     "model_checks": 6,
+    "layer_options": 6,
     "inspection": 6,
     "report": 6,
     "extension": 6,
