@@ -19,7 +19,7 @@ from ds_etp.errors import config_error
 from ds_etp.experts import check_sizes, shard_in_place
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options
-from ds_etp.layer_options import make_shard, without_effect
+from ds_etp.layer_options import make_shard, unaligned_shards, without_effect
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.reader import ShardReader
 from ds_etp.loading.unread import is_unread, unread_modules, with_progress
@@ -30,6 +30,7 @@ from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
 from ds_etp.patches.engine import engine_patches
+from ds_etp.patches.experts_interface import run_eagerly
 from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
 from ds_etp.patches.leaves import give_inputs_gradients
@@ -110,13 +111,20 @@ class _Events:
         overrides.on_destroy(engine, groups.destroy)
         per_node = _ranks_per_node(engine.device)
         extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
+        half = engine.fp16_enabled() or engine.bfloat16_enabled()
+        unaligned, warning = unaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
+        for path in unaligned:
+            run_eagerly(model.get_submodule(path))
         reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = True
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
-        _log(extension, model)
+        if dist.get_rank() == 0:
+            _log(extension)
+            for sentence in [*([warning] if unaligned else []), *without_effect(model, extension.block)]:
+                logger().warning(sentence)
 
 
 def _extension(engine: Any) -> Extension | None:
@@ -156,8 +164,7 @@ def _refuse_unread(model: nn.Module) -> None:
 
 
 def _checked_layouts(engine: Any, model: nn.Module, topology: Topology) -> dict[str, ExpertsLayout]:
-    half = engine.fp16_enabled() or engine.bfloat16_enabled()
-    return checked_layouts(model, topology, engine._config._param_dict, itemsize=2 if half else None)
+    return checked_layouts(model, topology, engine._config._param_dict)
 
 
 def _ranks_per_node(device: torch.device) -> int:
@@ -214,16 +221,12 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
         sync_generation(model)
 
 
-def _log(extension: Extension, model: nn.Module) -> None:
-    if dist.get_rank() != 0:
-        return
+def _log(extension: Extension) -> None:
     topology, block = extension.topology, extension.block
     rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
     rows.extend(plan_rows(extension.choices.values(), block))
     rows.append(("experts modules", str(len(extension.layouts))))
     log_table("expert tensor parallelism", rows)
-    for sentence in without_effect(model, block):
-        logger().warning(sentence)
 
 
 _PATCHES = [*engine_patches(_Events()), *loading_patches()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -11,8 +11,9 @@ from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.experts import Shard, marks, sharded_modules
 from ds_etp.groups import ExpertGroups
 from ds_etp.layouts import ExpertsLayout
-from ds_etp.patches.experts_interface import allow_marks, takes_marks
+from ds_etp.patches.experts_interface import GROUPED_MM_ALIGNMENT, allow_marks, is_aligned, takes_marks
 from ds_etp.plans import PLANS
+from ds_etp.topology import Topology
 
 
 def make_shard(
@@ -35,6 +36,37 @@ def make_shard(
         groups.expt_tp.index,
         plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches),
         takes_marks=takes_marks if static else None,
+    )
+
+
+def unaligned_shards(
+    model: nn.Module, layouts: Mapping[str, ExpertsLayout], topology: Topology, itemsize: int | None
+) -> tuple[list[str], str]:
+    """Experts modules whose shards their experts implementation can't multiply, and a sentence about them.
+
+    Args:
+        model: not split yet.
+        layouts: of each experts module, by path.
+        topology: what the config comes to.
+        itemsize: bytes of one weight while training; None: those that each module has now.
+
+    Returns:
+        Their paths, and what happens to them; nothing and "" where all fit.
+    """
+    sizes = {path: itemsize or next(model.get_submodule(path).parameters()).element_size() for path in layouts}
+    paths = [
+        path
+        for path, layout in layouts.items()
+        if not is_aligned(model.get_submodule(path), layout, topology, sizes[path])
+    ]
+    if not paths:
+        return [], ""
+    whole = layouts[paths[0]].intermediate_size
+    columns, row = whole // topology.etp, whole // topology.etp * sizes[paths[0]]
+    return paths, (
+        f"{paths[0]} ({len(paths)} in all): etp {topology.etp} leaves {columns} of {whole} columns, {row} bytes a row, "
+        f"and experts_implementation='grouped_mm' needs a multiple of {GROUPED_MM_ALIGNMENT}. These run 'eager', which "
+        "gives the same numbers."
     )
 
 
