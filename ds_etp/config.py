@@ -35,6 +35,7 @@ class ExpertTensorParallelConfig(BaseModel):
     reduce_dtype: Literal["auto", "fp32"] = "auto"
     equal_batches: StrictBool = False
     static_shapes: StrictBool = False
+    recompute: StrictBool = False
     node_weight: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = NODE_WEIGHT
 
 
@@ -46,6 +47,7 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "reduce_dtype": ("is not a dtype that partial sums can be reduced in", "auto, fp32"),
     "equal_batches": ("is not a boolean", "true, false"),
     "static_shapes": ("is not a boolean", "true, false"),
+    "recompute": ("is not a boolean", "true, false"),
     "node_weight": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",

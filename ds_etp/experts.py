@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_etp.layouts import ExpertsLayout, full_shape
-from ds_etp.plans import Plan
+from ds_etp.plans import Plan, Rows
 from ds_etp.topology import Topology
 
 
@@ -32,6 +33,7 @@ class Shard:
         plan: how tokens reach it.
         takes_marks: whether the family's forward now skips an index one above the last expert, as it may for some
             experts implementations only; None: it never does.
+        recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Shard:
     etp_index: int
     plan: Plan
     takes_marks: Callable[[nn.Module], bool] | None = None
+    recompute: bool = False
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
@@ -67,9 +70,22 @@ class ShardedExperts:
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
-        plan = self.ds_etp_shard.plan
-        rows = plan.dispatch(hidden_states, top_k_index, top_k_weights, marked=marks(self))
-        return plan.combine(self.on_local_rows(rows.x, rows.index, rows.weights), rows)
+        partial, rows = self._partial(hidden_states, top_k_index, top_k_weights)
+        return self.ds_etp_shard.plan.combine(partial, rows)
+
+    def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Rows]:
+        """Partial outputs for the rows this rank's experts work on, and the plan's notes of them."""
+        noted: list[Rows] = []
+
+        def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            rows = self.ds_etp_shard.plan.dispatch(x, index, weights, marked=marks(self))
+            if not noted:
+                noted.append(rows.without_tensors())
+            return self.on_local_rows(rows.x, rows.index, rows.weights)
+
+        if not (self.ds_etp_shard.recompute and torch.is_grad_enabled()):
+            return run(x, index, weights), noted[0]
+        return checkpoint(run, x, index, weights, use_reentrant=False), noted[0]
 
     def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""

@@ -36,6 +36,7 @@ def make_shard(
         groups.expt_tp.index,
         plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches),
         takes_marks=takes_marks if static else None,
+        recompute=block.recompute,
     )
 
 

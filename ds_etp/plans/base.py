@@ -8,7 +8,7 @@ K experts per token, E experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,11 @@ class Rows:
     count: int
     tokens: int
     route: Any = None
+
+    def without_tensors(self) -> Rows:
+        """What `combine` needs of it: the rows themselves may go."""
+        none = self.x.new_empty(0)
+        return replace(self, x=none, index=none, weights=none)
 
 
 class Plan(Protocol):
