@@ -36,6 +36,7 @@ class ExpertTensorParallelConfig(BaseModel):
     equal_batches: StrictBool = False
     static_shapes: StrictBool = False
     recompute: StrictBool = False
+    overlap: StrictBool = False
     node_weight: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = NODE_WEIGHT
 
 
@@ -48,6 +49,7 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "equal_batches": ("is not a boolean", "true, false"),
     "static_shapes": ("is not a boolean", "true, false"),
     "recompute": ("is not a boolean", "true, false"),
+    "overlap": ("is not a boolean", "true, false"),
     "node_weight": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",

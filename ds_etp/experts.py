@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_etp.beside import Beside
 from ds_etp.layouts import ExpertsLayout, full_shape
 from ds_etp.plans import Plan, Rows
 from ds_etp.topology import Topology
@@ -34,6 +35,7 @@ class Shard:
         takes_marks: whether the family's forward now skips an index one above the last expert, as it may for some
             experts implementations only; None: it never does.
         recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
+        beside: the block's shared experts, where they run while tokens travel.
     """
 
     path: str
@@ -44,6 +46,7 @@ class Shard:
     plan: Plan
     takes_marks: Callable[[nn.Module], bool] | None = None
     recompute: bool = False
+    beside: Beside | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
@@ -71,7 +74,8 @@ class ShardedExperts:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
         partial, rows = self._partial(hidden_states, top_k_index, top_k_weights)
-        return self.ds_etp_shard.plan.combine(partial, rows)
+        beside = self.ds_etp_shard.beside
+        return self.ds_etp_shard.plan.combine(partial, rows, None if beside is None else beside.meanwhile)
 
     def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Rows]:
         """Partial outputs for the rows this rank's experts work on, and the plan's notes of them."""

@@ -19,7 +19,7 @@ from ds_etp.errors import config_error
 from ds_etp.experts import check_sizes, shard_in_place
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options
-from ds_etp.layer_options import make_shard, unaligned_shards, without_effect
+from ds_etp.layer_options import lay_shared_beside, make_shard, unaligned_shards, without_effect
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.reader import ShardReader
 from ds_etp.loading.unread import is_unread, unread_modules, with_progress
@@ -182,9 +182,10 @@ def _shard_model(
     block = extension.block
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     follow_as_one(list(modules.values()))
+    beside = lay_shared_beside(model, modules, _warn) if block.overlap else {}
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
-        shard = make_shard(path, module, layout, groups, extension.choices[path].plan, block)
+        shard = make_shard(path, module, layout, groups, extension.choices[path].plan, block, beside.get(path))
         tag(module.parameters(), groups)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
@@ -219,6 +220,11 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     check_first_gradients(engine, groups.tp)
     if stage == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
+
+
+def _warn(sentence: str) -> None:
+    if dist.get_rank() == 0:
+        logger().warning(sentence)
 
 
 def _log(extension: Extension) -> None:

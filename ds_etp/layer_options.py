@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import nn
 
+from ds_etp.beside import Beside, lay_beside
+from ds_etp.blocks import shared_experts_of
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.experts import Shard, marks, sharded_modules
 from ds_etp.groups import ExpertGroups
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.patches.experts_interface import GROUPED_MM_ALIGNMENT, allow_marks, is_aligned, takes_marks
+from ds_etp.patches.peft import plain_path
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
 
@@ -23,6 +27,7 @@ def make_shard(
     groups: ExpertGroups,
     plan_name: str,
     block: ExpertTensorParallelConfig,
+    beside: Beside | None = None,
 ) -> Shard:
     """What one experts module is to know of itself, this rank's part and its plan included."""
     plan_class = PLANS[plan_name]
@@ -37,7 +42,37 @@ def make_shard(
         plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches),
         takes_marks=takes_marks if static else None,
         recompute=block.recompute,
+        beside=beside,
     )
+
+
+def lay_shared_beside(model: nn.Module, paths: Iterable[str], warn: Callable[[str], None]) -> dict[str, Beside]:
+    """Has the shared experts of blocks run while tokens travel, where a block's source says that it may be so.
+
+    Args:
+        model: not split yet.
+        paths: of the experts modules.
+        warn: told, once a model, if a block turns out to call its shared experts in another way.
+
+    Returns:
+        Shared experts by the path of the routed ones.
+    """
+    wasted: list[str] = []
+
+    def waste(where: str) -> None:
+        if not wasted:
+            wasted.append(where)
+            warn(f"overlap runs {where} once too often: their block doesn't use what was made early. Leave it out")
+
+    found = {}
+    for path in paths:
+        where, _, name = plain_path(path).rpartition(".")
+        block = model.get_submodule(where)
+        shared = shared_experts_of(block, name)
+        if shared:
+            found[path] = Beside(block.get_submodule(shared), partial(waste, f"{where}.{shared}"))
+            lay_beside(block, found[path])
+    return found
 
 
 def unaligned_shards(
@@ -73,6 +108,12 @@ def unaligned_shards(
 
 def without_effect(model: nn.Module, block: ExpertTensorParallelConfig) -> Iterator[str]:
     """Options that do nothing for a sharded model, or for some of its experts, a sentence each."""
+    alone = [path for path, module in sharded_modules(model) if block.overlap and module.ds_etp_shard.beside is None]
+    if alone:
+        yield (
+            f"overlap has no effect on {alone[0]} ({len(alone)} in all): its block calls no shared experts after it, "
+            "with its own input"
+        )
     waiting = [path for path, module in sharded_modules(model) if block.static_shapes and not marks(module)]
     if waiting:
         yield (

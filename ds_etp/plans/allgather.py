@@ -30,11 +30,11 @@ class AllGather(BasePlan):
         x, index, weights = c.gather(block, sizes, x, index, weights, reduce_dtype=self.reduce_dtype)
         return self._to_local(x, index.to(index_dtype), weights, tokens, marked=marked, route=sizes)
 
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: c.Meanwhile = None) -> Tensor:
         """See `Plan.combine`. Forward: a reduce-scatter over the block, and an all-gather over tp."""
         y = self._from_local(partial, rows)
         block = self.groups.expert_model_parallel
-        y = c.reduce_scatter(block, rows.route, y, reduce_dtype=self.reduce_dtype)
+        y = c.reduce_scatter(block, rows.route, y, reduce_dtype=self.reduce_dtype, meanwhile=meanwhile)
         return c.unsplit(self.groups.tp, rows.tokens, y.to(partial.dtype))
 
     def _sizes(self, tokens: int, device: torch.device) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_etp.collectives import Meanwhile
 from ds_etp.groups import ExpertGroups
 
 
@@ -59,8 +60,11 @@ class Plan(Protocol):
                 is elsewhere. Plans that know all shapes then ask nothing of the device.
         """
 
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
-        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`."""
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
+        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`.
+
+        Where there is a message to wait for, `meanwhile` is called once it has started.
+        """
 
 
 class BasePlan(ABC):
@@ -98,7 +102,7 @@ class BasePlan(ABC):
         """See `Plan.dispatch`."""
 
     @abstractmethod
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
         """See `Plan.combine`."""
 
     def _to_local(

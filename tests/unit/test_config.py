@@ -26,7 +26,7 @@ from ds_etp.topology import Topology
 
 KEYS = (
     "Keys that work: enabled, etp_size, ep_size, plan, reduce_dtype, equal_batches, static_shapes, recompute, "
-    "node_weight."
+    "overlap, node_weight."
 )
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
@@ -64,6 +64,7 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "equal_batches": False,
         "static_shapes": False,
         "recompute": False,
+        "overlap": False,
         "node_weight": 8.0,
     }
 
