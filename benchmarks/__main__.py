@@ -17,7 +17,7 @@ from benchmarks.environment import autoep_python
 from benchmarks.pool import ROOT, Pool
 from benchmarks.report import page
 
-PARTS = ("times", "plans", "memory", "wire", "layers", "groups")
+PARTS = ("times", "plans", "overlap", "memory", "wire", "layers", "groups")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,6 +48,9 @@ def measure(
     makers = {
         "times": lambda: runs.interleaved(launchers, shapes, compared, rounds, steps),
         "plans": lambda: runs.interleaved(launchers, shapes, rows.plan_cases()[: 3 if small else None], rounds, steps),
+        "overlap": lambda: runs.interleaved(
+            launchers, shapes, rows.overlap_cases()[: 2 if small else None], rounds, steps
+        ),
         "memory": lambda: runs.peaks(launchers, shapes[0], compared),
         "wire": lambda: traffic.wire_rows(
             main,

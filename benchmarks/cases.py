@@ -41,6 +41,8 @@ class Case:
         kind: `ours`, `deepspeed` (plain ZeRO data parallelism), `transformers` or `autoep`.
         environment: `main`, or `autoep` for the older transformers that DeepSpeed's AutoEP works with.
         plan: of ours.
+        family: `mixtral`, or `glm4_moe`, which has a shared expert in every MoE block.
+        overlap: whether that runs while tokens travel.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Case:
     etp: int = 1
     environment: str = "main"
     plan: str = "auto"
+    family: str = "mixtral"
+    overlap: bool = False
 
     @property
     def dp(self) -> int:
@@ -95,6 +99,16 @@ def plan_cases(world: int = 2) -> list[Case]:
         Case(f"{name}: {plan}", "ours", world, tp=tp, ep=ep, etp=etp, plan=plan)
         for name, (tp, ep, etp) in layouts.items()
         for plan in fitting[name]
+    ]
+
+
+def overlap_cases(world: int = 2) -> list[Case]:
+    """A model with shared experts, without and with `overlap`, in three layouts."""
+    layouts = {"tp = etp": (world, 1, world), "ep": (1, world, 1), "etp": (1, 1, world)}
+    return [
+        Case(f"{name}: {'with' if on else 'without'}", "ours", world, tp, ep, etp, family="glm4_moe", overlap=on)
+        for name, (tp, ep, etp) in layouts.items()
+        for on in (False, True)
     ]
 
 

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--world", type=int, help="ranks; by default the largest power of two of GPUs")
     options.add_argument("--rounds", type=int, default=5, help="launches of each case")
     options.add_argument("--steps", type=int, default=10, help="timed steps of a launch")
-    options.add_argument("--parts", nargs="+", default=["times", "plans", "memory", "layers"])
+    options.add_argument("--parts", nargs="+", default=["times", "plans", "overlap", "memory", "layers"])
     options.add_argument("--environment", type=Path, default=ROOT / ".bench", help="where AutoEP's environment goes")
     options.add_argument("--no-autoep", action="store_true", help="leave out the cases that need it")
     options.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks", help="folder of the page")
@@ -81,6 +81,11 @@ def main(argv: list[str] | None = None) -> None:
         "times": lambda: runs.interleaved(launchers, shapes, compared, arguments.rounds, arguments.steps),
         "plans": lambda: (
             runs.interleaved(launchers, shapes, rows.plan_cases(world), arguments.rounds, arguments.steps)
+            if world > 1
+            else {}
+        ),
+        "overlap": lambda: (
+            runs.interleaved(launchers, shapes, rows.overlap_cases(world), arguments.rounds, arguments.steps)
             if world > 1
             else {}
         ),

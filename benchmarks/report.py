@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from statistics import median
@@ -29,7 +30,7 @@ def page(results: dict[str, Any], command: str, device: str) -> str:
     """Everything, as Markdown.
 
     Args:
-        results: any of `wire`, `times`, `plans`, `memory`, `layers`, `groups`, and `loads`, `shapes`.
+        results: any of `wire`, `times`, `plans`, `overlap`, `memory`, `layers`, `groups`, and `loads`, `shapes`.
         command: how it was run.
         device: `cpu`, or the name of the GPUs.
     """
@@ -41,6 +42,7 @@ def page(results: dict[str, Any], command: str, device: str) -> str:
     makers = {
         "times": _times,
         "plans": _plans,
+        "overlap": _overlap,
         "memory": _memory,
         "wire": _wire,
         "layers": _layers,
@@ -166,6 +168,25 @@ def _plans(samples: dict[Key, Samples]) -> str:
         rows.append((shape, layout, own["auto"].plan, best, f"{ratio(own['auto'], own[best]):.2f}", times))
     header = ("model", "layout", "auto took", "fastest", "auto / fastest (aim: at most 1.05)", "ms, forward + backward")
     return "## Plans\n\n" + table(header, rows)
+
+
+def _overlap(samples: dict[Key, Samples]) -> str:
+    rows = []
+    for (shape, case), on in samples.items():
+        if not case.overlap:
+            continue
+        off = samples[shape, replace(case, name=case.name.replace("with", "without"), overlap=False)]
+        if on.error or off.error:
+            rows.append((shape, case.name.split(":")[0], on.error or off.error, *[""] * 4))
+            continue
+        ratios = [ratio(on, off, of) or 0.0 for of in ("forward_backward", "processor", "step")]
+        same = "yes" if (on.messages, on.bytes) == (off.messages, off.bytes) else "no"
+        rows.append((shape, case.name.split(":")[0], on.plan, *[f"{value:.2f}" for value in ratios], same))
+    header = ("model", "layout", "plan", "forward + backward", "its CPU time", "whole step", "same messages")
+    return (
+        "## Overlap\n\nGLM-4-MoE, whose blocks have a shared expert: time with `overlap` / without, within a round, "
+        "median over rounds; and whether as many messages and bytes are sent.\n\n" + table(header, rows)
+    )
 
 
 def _memory(rows: list[dict[str, Any]]) -> str:

@@ -22,23 +22,28 @@ _ATTENTION = [
 ]
 
 
-def build(shape: Shape) -> Any:
+def build(shape: Shape, family: str = "mixtral") -> Any:
     """The model in one piece, from a fixed seed."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        num_local_experts=shape.experts,
-        num_experts_per_tok=shape.per_token,
-        max_position_embeddings=shape.length,
-        use_cache=False,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "num_experts_per_tok": shape.per_token,
+        "max_position_embeddings": shape.length,
+        "use_cache": False,
+    }
+    if family == "mixtral":
+        common |= {"intermediate_size": shape.intermediate, "num_local_experts": shape.experts}
+        config = transformers.MixtralConfig(**common)
+    else:
+        common |= {"moe_intermediate_size": shape.intermediate, "n_routed_experts": shape.experts}
+        common |= {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": shape.hidden // shape.heads}
+        config = transformers.Glm4MoeConfig(**common)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -89,7 +94,7 @@ class EngineTrainee(Trainee):
             import ds_etp
 
             ds_etp.register()
-        model = build(shape).train()
+        model = build(shape, case.family).train()
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=deepspeed_config(case)
         )
@@ -129,6 +134,7 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
         config["tensor_parallel"] = {"autotp_size": case.tp}
     if case.kind == "ours":
         config["expert_tensor_parallel"] = {"etp_size": case.etp, "ep_size": case.ep, "plan": case.plan}
+        config["expert_tensor_parallel"] |= {"overlap": True} if case.overlap else {}
     if case.kind == "autoep":
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ep, "preset_model": "mixtral"}
         if case.tp > 1:

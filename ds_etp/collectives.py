@@ -11,19 +11,21 @@ Legend: T tokens a rank holds, t tokens it owns, H hidden size. All tensors are 
                               block's partial sums -> replicated
     all_to_all                rows by send and receive counts       the reverse
 
+Those that end an experts module take `meanwhile`, which runs while a message of theirs travels (`flights`).
 None of them has a hidden factor: `<A x, y> = <x, A' y>` holds summed over the peers, which is what makes
 every gradient arrive whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ds_etp.flights import AllReduceTrip, ReduceScatterTrip, UnshareTrip, fly
 from ds_etp.groups import Peers
 from ds_etp.rows import (
     all_gather_rows,
@@ -34,6 +36,8 @@ from ds_etp.rows import (
     even_sizes,
     reduce_scatter_rows,
 )
+
+Meanwhile = Callable[[], None] | None
 
 
 def _floating(tensors: Sequence[Tensor]) -> list[int]:
@@ -196,9 +200,16 @@ def gather(
 
 
 def reduce_scatter(
-    peers: Peers, sizes: Sequence[int], tensor: Tensor, *, reduce_dtype: torch.dtype | None = None
+    peers: Peers,
+    sizes: Sequence[int],
+    tensor: Tensor,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    meanwhile: Meanwhile = None,
 ) -> Tensor:
     """This rank's `sizes[index]` rows of the sum of the peers' partial results for the union of rows."""
+    if meanwhile is not None and peers.size > 1:
+        return fly(ReduceScatterTrip(peers, sizes, reduce_dtype), tensor, meanwhile)
     result: Tensor = _ReduceScatter.apply(peers, sizes, reduce_dtype, tensor) if peers.size > 1 else tensor
     return result
 
@@ -213,13 +224,21 @@ def share(whole: Peers, block: Peers, *tensors: Tensor, reduce_dtype: torch.dtyp
 
 
 def unshare(
-    whole: Peers, block: Peers, rows: int, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None
+    whole: Peers,
+    block: Peers,
+    rows: int,
+    tensor: Tensor,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    meanwhile: Meanwhile = None,
 ) -> Tensor:
     """All `rows` rows, on every peer of `whole` alike, from partial results for the rows each block owns.
 
     `reduce_scatter` over the block and `unsplit` over the whole; but backward every peer has the gradients it
     needs, and sends nothing.
     """
+    if meanwhile is not None:
+        return fly(UnshareTrip(whole, block, rows, reduce_dtype), tensor, meanwhile)
     result: Tensor = _Unshare.apply(whole, block, rows, reduce_dtype, tensor)
     return result
 
@@ -229,8 +248,12 @@ def copy(peers: Peers, *tensors: Tensor, reduce_dtype: torch.dtype | None = None
     return tuple(_Copy.apply(peers, reduce_dtype, *tensors)) if peers.size > 1 else tensors
 
 
-def all_reduce(peers: Peers, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
+def all_reduce(
+    peers: Peers, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None, meanwhile: Meanwhile = None
+) -> Tensor:
     """The sum of the peers' partial results, on every peer alike."""
+    if meanwhile is not None and peers.size > 1:
+        return fly(AllReduceTrip(peers, reduce_dtype), tensor, meanwhile)
     result: Tensor = _AllReduce.apply(peers, reduce_dtype, tensor) if peers.size > 1 else tensor
     return result
 

@@ -34,6 +34,9 @@ class ExpertTensorParallelConfig(BaseModel):
     plan: Literal["auto", "replicated", "allgather", "alltoall", "alltoall_gather_first"] = "auto"
     reduce_dtype: Literal["auto", "fp32"] = "auto"
     equal_batches: StrictBool = False
+    static_shapes: StrictBool = False
+    recompute: StrictBool = False
+    overlap: StrictBool = False
     node_weight: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = NODE_WEIGHT
 
 
@@ -44,6 +47,9 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "plan": ("is not a plan", ", ".join(("auto", *PLANS))),
     "reduce_dtype": ("is not a dtype that partial sums can be reduced in", "auto, fp32"),
     "equal_batches": ("is not a boolean", "true, false"),
+    "static_shapes": ("is not a boolean", "true, false"),
+    "recompute": ("is not a boolean", "true, false"),
+    "overlap": ("is not a boolean", "true, false"),
     "node_weight": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",

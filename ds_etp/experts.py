@@ -7,16 +7,18 @@ own forward computes on the shard, under whichever experts implementation the us
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from ds_etp.beside import Beside
 from ds_etp.layouts import ExpertsLayout, full_shape
-from ds_etp.plans import Plan
+from ds_etp.plans import Plan, Rows
 from ds_etp.topology import Topology
 
 
@@ -30,6 +32,10 @@ class Shard:
         topology: the sizes it is split by.
         ep_index, etp_index: which shard this rank holds.
         plan: how tokens reach it.
+        takes_marks: whether the family's forward now skips an index one above the last expert, as it may for some
+            experts implementations only; None: it never does.
+        recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
+        beside: the block's shared experts, where they run while tokens travel.
     """
 
     path: str
@@ -38,6 +44,9 @@ class Shard:
     ep_index: int
     etp_index: int
     plan: Plan
+    takes_marks: Callable[[nn.Module], bool] | None = None
+    recompute: bool = False
+    beside: Beside | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
@@ -64,14 +73,34 @@ class ShardedExperts:
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
-        plan = self.ds_etp_shard.plan
-        rows = plan.dispatch(hidden_states, top_k_index, top_k_weights)
-        return plan.combine(self.on_local_rows(rows.x, rows.index, rows.weights), rows)
+        partial, rows = self._partial(hidden_states, top_k_index, top_k_weights)
+        beside = self.ds_etp_shard.beside
+        return self.ds_etp_shard.plan.combine(partial, rows, None if beside is None else beside.meanwhile)
+
+    def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Rows]:
+        """Partial outputs for the rows this rank's experts work on, and the plan's notes of them."""
+        noted: list[Rows] = []
+
+        def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            rows = self.ds_etp_shard.plan.dispatch(x, index, weights, marked=marks(self))
+            if not noted:
+                noted.append(rows.without_tensors())
+            return self.on_local_rows(rows.x, rows.index, rows.weights)
+
+        if not (self.ds_etp_shard.recompute and torch.is_grad_enabled()):
+            return run(x, index, weights), noted[0]
+        return checkpoint(run, x, index, weights, use_reentrant=False), noted[0]
 
     def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
         partial: Tensor = super().forward(x, index, weights)  # type: ignore[misc]
         return partial
+
+
+def marks(module: Any) -> bool:
+    """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
+    takes_marks = module.ds_etp_shard.takes_marks
+    return takes_marks is not None and takes_marks(module)
 
 
 def _added_once(name: str) -> property:

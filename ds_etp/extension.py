@@ -18,19 +18,21 @@ from ds_etp import config as block_config
 from ds_etp.axes import check_axes
 from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
-from ds_etp.experts import Shard, check_sizes, shard_in_place
+from ds_etp.experts import check_sizes, shard_in_place
 from ds_etp.groups import ExpertGroups, check_name
 from ds_etp.host_options import check_host_options, half_dtype
+from ds_etp.layer_options import lay_shared_beside, make_shard, unaligned_shards, without_effect
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.reader import ShardReader
 from ds_etp.loading.unread import is_unread, unread_modules, with_progress
-from ds_etp.log import log_table
+from ds_etp.log import log_table, logger
 from ds_etp.model_checks import checked_layouts, chosen_plans, plan_rows
 from ds_etp.patches import optimizers, overrides, sequence, sequence_tp, stage_tp
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
 from ds_etp.patches.engine import engine_patches
+from ds_etp.patches.experts_interface import run_eagerly
 from ds_etp.patches.exports import install_exports
 from ds_etp.patches.generation import sync_generation
 from ds_etp.patches.leaves import give_inputs_gradients
@@ -42,7 +44,6 @@ from ds_etp.patches.replicas import check_first_gradients
 from ds_etp.patches.stage_norms import count_every_stage
 from ds_etp.patches.stages import checked_stages, forget_grid, gathered_choices, stage_count
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
-from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
 from ds_etp.wire import Choice, tokens_are_replicated
 from ds_etp.zero import follow_as_one, is_partitioned, shard_partitioned, tag
@@ -129,6 +130,10 @@ class _Events:
             refuse_stage_files(model)
         per_node = _ranks_per_node(engine.device)
         extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
+        half = engine.fp16_enabled() or engine.bfloat16_enabled()
+        unaligned, warning = unaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
+        for path in unaligned:
+            run_eagerly(model.get_submodule(path))
         reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
@@ -136,6 +141,8 @@ class _Events:
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
         _log(extension)
+        for sentence in [*([warning] if unaligned else []), *without_effect(model, extension.block)]:
+            _warn(sentence)
 
 
 def _extension(engine: Any) -> Extension | None:
@@ -173,9 +180,8 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
     if extension.checked:
         return
-    half = engine.fp16_enabled() or engine.bfloat16_enabled()
     raw, topology = engine._config._param_dict, extension.topology
-    check = partial(checked_layouts, model, topology, raw, itemsize=2 if half else None)
+    check = partial(checked_layouts, model, topology, raw)
     if engine.pipeline_parallelism:
         extension.layouts = checked_stages(engine, model, partial(check, is_stage=True), topology.tp)
     else:
@@ -195,15 +201,13 @@ def _ranks_per_node(device: torch.device) -> int:
 def _shard_model(
     model: nn.Module, extension: Extension, groups: ExpertGroups, reader: ShardReader, *, zero3: bool
 ) -> None:
-    topology, block = extension.topology, extension.block
-    reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
+    block = extension.block
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     follow_as_one(list(modules.values()))
+    beside = lay_shared_beside(model, modules, _warn) if block.overlap else {}
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
-        plan_class = PLANS[extension.choices[path].plan]
-        plan = plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches)
-        shard = Shard(path, layout, topology, groups.ep.index, groups.expt_tp.index, plan)
+        shard = make_shard(path, module, layout, groups, extension.choices[path].plan, block, beside.get(path))
         tag(module.parameters(), groups)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
@@ -240,6 +244,11 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     check_first_gradients(engine, groups.tp)
     if stage == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
+
+
+def _warn(sentence: str) -> None:
+    if dist.get_rank() == 0:
+        logger().warning(sentence)
 
 
 def _log(extension: Extension) -> None:

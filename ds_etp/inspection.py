@@ -16,6 +16,7 @@ from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.families import is_decorated
 from ds_etp.host_options import half_dtype, zero_stage
+from ds_etp.layer_options import unaligned_shards
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.model_checks import checked_layouts, chosen_plans
 from ds_etp.patches.autotp import DensePlan, dense_plan
@@ -109,7 +110,7 @@ def inspect(
     check_sequence_version(topology.cp)
     check_stages(topology, getattr(config.get_text_config(), "num_hidden_layers", topology.pp))
     half = half_dtype(ds_config)
-    layouts = checked_layouts(model, topology, ds_config, itemsize=2 if half else None)
+    layouts = checked_layouts(model, topology, ds_config)
     first = next(model.get_submodule(next(iter(layouts))).parameters())
     total, whole, local = _count(model, layouts, topology)
     dense = _dense(model, layouts, topology, ds_config)
@@ -124,7 +125,10 @@ def inspect(
         stage=stage,
         dense=dense,
         choices=tuple(chosen_plans(model, layouts, topology, block, ranks_per_node).values()),
-        notes=tuple(_notes(model, layouts, topology, dense)),
+        notes=(
+            *_notes(model, layouts, topology, dense),
+            *filter(None, [unaligned_shards(model, layouts, topology, 2 if half else None)[1]]),
+        ),
     )
 
 

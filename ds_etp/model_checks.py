@@ -14,7 +14,7 @@ from ds_etp.config import ExpertTensorParallelConfig
 from ds_etp.errors import config_error
 from ds_etp.families import find_experts, read_layout
 from ds_etp.layouts import ExpertsLayout
-from ds_etp.patches.experts_interface import check_alignment, experts_per_token, refuse_split_model
+from ds_etp.patches.experts_interface import experts_per_token, refuse_split_model
 from ds_etp.patches.peft import check_adapters
 from ds_etp.patches.peft_autotp import check_split_layers
 from ds_etp.patches.sequence import check_sequences
@@ -26,7 +26,6 @@ def checked_layouts(
     model: nn.Module,
     topology: Topology,
     ds_config: Mapping[str, object],
-    itemsize: int | None,
     *,
     is_stage: bool = False,
 ) -> dict[str, ExpertsLayout]:
@@ -36,7 +35,6 @@ def checked_layouts(
         model: not split yet; its parameters may be partitioned by ZeRO-3, or on the meta device.
         topology: what the config comes to.
         ds_config: the raw DeepSpeed config.
-        itemsize: bytes of one weight while training; None: those that each module has now.
         is_stage: the model is one stage of a pipeline, of which others may hold the experts.
 
     Returns:
@@ -60,8 +58,6 @@ def checked_layouts(
     check_split_layers(model, topology.tp, ds_config)
     for path, layout in layouts.items():
         check_divisible(topology, path, layout)
-        size = itemsize or next(modules[path].parameters()).element_size()
-        check_alignment(path, modules[path], layout, topology, size)
     return layouts
 
 

@@ -98,11 +98,12 @@ def all_gather_padded(message: Tensor, longest: int, peers: Peers) -> Tensor:
     if peers.size == 1:
         return message
     out = message.new_empty(longest * peers.size, *message.shape[1:])
-    all_gather_single(out, _pad_rows(message, longest), group=peers.group)
+    all_gather_single(out, pad_rows(message, longest), group=peers.group)
     return out
 
 
-def _pad_rows(rows: Tensor, length: int) -> Tensor:
+def pad_rows(rows: Tensor, length: int) -> Tensor:
+    """Rows, and zeros up to `length` of them."""
     if len(rows) == length:
         return rows
     return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
@@ -118,7 +119,7 @@ def reduce_scatter_rows(
 
     def reduce(message: Tensor) -> Tensor:
         if min(sizes) != longest:
-            message = torch.cat([_pad_rows(part, longest) for part in message.split(list(sizes))])
+            message = torch.cat([pad_rows(part, longest) for part in message.split(list(sizes))])
         out = message.new_empty(longest, *message.shape[1:])
         reduce_scatter_single(out, message, group=peers.group)
         return out[: sizes[peers.index]]

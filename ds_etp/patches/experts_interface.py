@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from torch import nn
@@ -11,33 +12,35 @@ from ds_etp.layouts import ExpertsLayout
 from ds_etp.topology import Topology
 
 # What torch's grouped matrix multiply wants rows of an expert's weights to be a multiple of, in bytes.
-_GROUPED_MM_ALIGNMENT = 16
+GROUPED_MM_ALIGNMENT = 16
 
 
-def check_alignment(path: str, module: nn.Module, layout: ExpertsLayout, topology: Topology, itemsize: int) -> None:
-    """Refuses shards that the experts implementation can't multiply, though it can the whole experts.
+def is_aligned(module: nn.Module, layout: ExpertsLayout, topology: Topology, itemsize: int) -> bool:
+    """Whether a module's experts implementation can multiply its shards, if it can the whole experts.
+
+    torch's grouped matrix multiply raises "strides should be multiple of 16 bytes" (2.13, on the CPU and on CUDA),
+    for weights and for the activations before the down projection, whose rows are as long.
 
     Args:
+        module: the experts module, split or not.
+        layout: of the whole module.
+        topology: what it is split by.
         itemsize: bytes of one weight while training.
-
-    Raises:
-        ConfigError: names the layer and what works; torch would say "strides should be multiple of 16 bytes".
     """
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+    def fits(columns: int) -> bool:
+        return columns * itemsize % GROUPED_MM_ALIGNMENT == 0
+
     size = layout.intermediate_size
+    return implementation != "grouped_mm" or fits(size // topology.etp) or not fits(size)
 
-    def fits(etp: int) -> bool:
-        return size % etp == 0 and size // etp * itemsize % _GROUPED_MM_ALIGNMENT == 0
 
-    if implementation == "grouped_mm" and fits(1) and not fits(topology.etp):
-        raise config_error(
-            "expert_tensor_parallel.etp_size",
-            topology.etp,
-            f"leaves {path} with {size // topology.etp} of {size} columns, {size // topology.etp * itemsize} bytes a "
-            f"row, and experts_implementation='grouped_mm' needs a multiple of {_GROUPED_MM_ALIGNMENT}",
-            works=[etp for etp in range(1, topology.etp) if fits(etp)],
-            next_step="Or load the model with experts_implementation='eager'.",
-        )
+def run_eagerly(module: Any) -> None:
+    """Gives one module the family's own forward, whatever the model's choice is and will be."""
+    config = copy(module.config)
+    config._experts_implementation_internal = "eager"  # the property would set it in parts that the copy shares
+    module.config = config
 
 
 # What families' configs call K.
@@ -69,3 +72,26 @@ def refuse_split_model(model: nn.Module) -> None:
             f"in from_pretrained has split {type(model).__name__} already",
             works="no tp_plan: set tensor_parallel.autotp_size and expert_tensor_parallel in the DeepSpeed config",
         )
+
+
+# Implementations that skip an index of num_experts and up where a module says it is expert parallel: rows they didn't
+# compute are zeroed, forward and backward (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the
+# gradient of a gate's bias, and before 5.8 nothing is zeroed.
+_MARKING = ("grouped_mm", "batched_mm")
+
+
+def allow_marks(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
+    """Lets an experts module skip experts that are elsewhere, where it is of a kind that can.
+
+    Not with one expert a rank: the histogram of grouped_mm would read its range from the device.
+    """
+    can = hasattr(module, "_is_expert_parallel") and layout.adapter is None
+    if not can or topology.ep == 1 or layout.num_experts == topology.ep:
+        return False
+    module._is_expert_parallel = True
+    return True
+
+
+def takes_marks(module: nn.Module) -> bool:
+    """Whether an experts module that may skip experts does so under the implementation it has now."""
+    return getattr(module.config, "_experts_implementation", None) in _MARKING

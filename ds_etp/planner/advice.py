@@ -52,7 +52,7 @@ def explain(
         columns = ", ".join(str(facts.columns // etp) for etp in unaligned)
         sentences.append(
             f'experts_implementation="grouped_mm" takes multiples of 8 columns in bf16, so not etp '
-            f'{", ".join(map(str, unaligned))} ({columns} columns): those need "eager", and are ranked last.'
+            f'{", ".join(map(str, unaligned))} ({columns} columns): those run "eager", and are ranked last.'
         )
     return sentences
 

@@ -17,9 +17,10 @@ class AllGather(BasePlan):
     have, once per layer.
     """
 
+    knows_shapes = True
     _checked: frozenset[int] = frozenset()
 
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
         """See `Plan.dispatch`. Forward: sizes, unless known, and an all-gather over the block."""
         groups, tokens = self.groups, len(x)
         sizes = self._sizes(tokens, x.device)
@@ -27,13 +28,13 @@ class AllGather(BasePlan):
         index_dtype, index = index.dtype, index.to(torch.int32)  # half the bytes on the wire
         block = groups.expert_model_parallel
         x, index, weights = c.gather(block, sizes, x, index, weights, reduce_dtype=self.reduce_dtype)
-        return self._to_local(x, index.to(index_dtype), weights, tokens, sizes)
+        return self._to_local(x, index.to(index_dtype), weights, tokens, marked=marked, route=sizes)
 
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: c.Meanwhile = None) -> Tensor:
         """See `Plan.combine`. Forward: a reduce-scatter over the block, and an all-gather over tp."""
         y = self._from_local(partial, rows)
         block = self.groups.expert_model_parallel
-        y = c.reduce_scatter(block, rows.route, y, reduce_dtype=self.reduce_dtype)
+        y = c.reduce_scatter(block, rows.route, y, reduce_dtype=self.reduce_dtype, meanwhile=meanwhile)
         return c.unsplit(self.groups.tp, rows.tokens, y.to(partial.dtype))
 
     def _sizes(self, tokens: int, device: torch.device) -> list[int]:

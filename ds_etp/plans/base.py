@@ -8,12 +8,13 @@ K experts per token, E experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ds_etp.collectives import Meanwhile
 from ds_etp.groups import ExpertGroups
 
 
@@ -39,15 +40,31 @@ class Rows:
     tokens: int
     route: Any = None
 
+    def without_tensors(self) -> Rows:
+        """What `combine` needs of it: the rows themselves may go."""
+        none = self.x.new_empty(0)
+        return replace(self, x=none, index=none, weights=none)
+
 
 class Plan(Protocol):
     """How tokens reach experts in one topology."""
 
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
-        """From this rank's tokens `[T, H]`, `[T, K]`, `[T, K]` to the rows its experts work on."""
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
+        """From this rank's tokens `[T, H]`, `[T, K]`, `[T, K]` to the rows its experts work on.
 
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
-        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`."""
+        Args:
+            x: tokens, alike on tensor-parallel peers.
+            index: over all experts.
+            weights: of the index.
+            marked: whether rows may come whole, with an index one above this rank's last where an expert of theirs
+                is elsewhere. Plans that know all shapes then ask nothing of the device.
+        """
+
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
+        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`.
+
+        Where there is a message to wait for, `meanwhile` is called once it has started.
+        """
 
 
 class BasePlan(ABC):
@@ -59,6 +76,8 @@ class BasePlan(ABC):
         reduce_dtype: what partial sums are added up in; None for their own dtype.
         equal_batches: the config's promise that all ranks bring equally many tokens.
     """
+
+    knows_shapes = False  # whether rows have shapes the host knows, as far as they can be marked
 
     def __init__(
         self,
@@ -79,17 +98,23 @@ class BasePlan(ABC):
         return self
 
     @abstractmethod
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
         """See `Plan.dispatch`."""
 
     @abstractmethod
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
         """See `Plan.combine`."""
 
-    def _to_local(self, x: Tensor, index: Tensor, weights: Tensor, tokens: int, route: Any = None) -> Rows:
-        """Rows whose assignments are all to local experts, and at least one of them."""
+    def _to_local(
+        self, x: Tensor, index: Tensor, weights: Tensor, tokens: int, *, marked: bool, route: Any = None
+    ) -> Rows:
+        """Rows whose assignments are all to local experts, or marked where they aren't; at least one row."""
         count, owner = len(x), None
-        if self.groups.topology.ep > 1:
+        if self.groups.topology.ep > 1 and marked:
+            local = index - self.first_expert
+            elsewhere = (local < 0) | (local >= self.local_experts)
+            index, weights = local.masked_fill(elsewhere, self.local_experts), weights.masked_fill(elsewhere, 0)
+        elif self.groups.topology.ep > 1:
             # One row for each (token, local expert) pair: families don't agree on an index for "not here".
             owner, choice, local = self._local_pairs(index)
             x, index, weights = x[owner], local, weights[owner, choice, None]

@@ -27,6 +27,8 @@ class _Route(Lanes):
         self._longest_far = max(sum(rows[owner][at.e] for owner in lane) for lane in self._far_owners)
         self._longest = max(sum(rows[e * at.etp + j][at.e] for e in range(at.ep)) for j in range(at.etp))
         self.union = self._longest * at.etp
+        send = [rows[e * at.etp + at.j][at.e] for e in range(at.ep)]
+        self.counts_back = send, rows[at.place], self.sizes[at.place]
 
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
@@ -50,11 +52,8 @@ class _Route(Lanes):
         e, j = divmod(owner, at.etp)
         return j * self._longest + sum(self.table.rows[before * at.etp + j][at.e] for before in range(e))
 
-    def _back(self, sums: list[Tensor]) -> list[Tensor]:
-        at = self.places
-        merged = reduce_scatter_padded(sums, self._longest, self.groups.expt_tp)
-        send = [self.table.rows[e * at.etp + at.j][at.e] for e in range(at.ep)]
-        return self._lane_back(merged, send, self.table.rows[at.place], self.sizes[at.place])
+    def _before_back(self, sums: list[Tensor]) -> list[Tensor]:
+        return list(reduce_scatter_padded(sums, self._longest, self.groups.expt_tp))
 
 
 class DispatchFirst(AllToAll):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ds_etp.collectives import Meanwhile
+from ds_etp.flights import Trip, fly
 from ds_etp.groups import ExpertGroups
 from ds_etp.rows import all_gather_single, even_sizes
 
@@ -118,6 +120,10 @@ class Route(ABC):
         """`spread` of tokens with their indices and weights, which tells what the assignments are."""
 
     @abstractmethod
+    def trip(self) -> Trip:
+        """`collect` of one tensor, and `spread` backward, in halves."""
+
+    @abstractmethod
     def collect(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The sum over assignments `[a, H]`, by token: `[T, H]`. A second tensor holds weights: `[T, K]`."""
 
@@ -152,8 +158,10 @@ def dispatch(route: Route, x: Tensor, index: Tensor, weights: Tensor) -> tuple[T
     return x, index, weights
 
 
-def combine(route: Route, partial: Tensor) -> Tensor:
+def combine(route: Route, partial: Tensor, meanwhile: Meanwhile = None) -> Tensor:
     """Partial outputs `[a, H]` to the outputs of this rank's tokens `[T, H]`."""
+    if meanwhile is not None:
+        return fly(route.trip(), partial, meanwhile)
     result: Tensor = _Combine.apply(route, partial)
     return result
 

@@ -30,6 +30,7 @@ class _Route(Lanes):
         self.send = [0 if e in self.kept else self._counts[at.e][e] for e in range(at.ep)]
         self.receive = [0 if e in self.kept else self._counts[e][at.e] for e in range(at.ep)]
         self.union = sum(counts[at.e] for counts in self._counts)
+        self.counts_back = [counts[at.e] for counts in self._counts], self._counts[at.e], sum(self._owned)
 
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.places.near:
@@ -48,11 +49,8 @@ class _Route(Lanes):
     def _place_of(self, owner: int) -> int:
         return sum(self.table.rows[before][self.places.e] for before in range(owner))
 
-    def _back(self, sums: list[Tensor]) -> list[Tensor]:
-        at = self.places
-        send = [counts[at.e] for counts in self._counts]
-        totals = self._lane_back(sums, send, self._counts[at.e], sum(self._owned))
-        return list(reduce_scatter_rows(totals, self._owned, self.groups.expt_tp, None))
+    def _after_back(self, sums: list[Tensor]) -> list[Tensor]:
+        return list(reduce_scatter_rows(sums, self._owned, self.groups.expt_tp, None))
 
 
 class GatherFirst(AllToAll):

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_etp.collectives import Meanwhile
+from ds_etp.flights import Flight, Trip, landed, start_all_to_all
 from ds_etp.plans.base import BasePlan, Rows
 from ds_etp.plans.exchange import Places, Route, Table, combine, dispatch, owned_rows
 from ds_etp.rows import all_gather_rows, all_to_all_rows, even_sizes, pack_rows, ranges, view_rows
@@ -29,6 +31,7 @@ class Lanes(Route):
         near_owners, kept: places of those owners, and ep indices that nothing is sent to.
         send, receive: rows out over the lane, by ep index.
         union: rows of the sums on their way back.
+        counts_back: rows back over the lane, out and in by ep index, and rows they are summed to.
     """
 
     represented: slice | Tensor
@@ -38,6 +41,7 @@ class Lanes(Route):
     send: list[int]
     receive: list[int]
     union: int
+    counts_back: tuple[list[int], list[int], int]
 
     def __init__(self, plan: AllToAll, index: Tensor) -> None:
         self.plan, self.places, self.groups = plan, plan.places, plan.groups
@@ -81,8 +85,25 @@ class Lanes(Route):
     def collect(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See `Route.collect`."""
         sums = [self._placed(tensor, weights=number > 0) for number, tensor in enumerate(tensors)]
-        own = [total.to(tensor.dtype) for total, tensor in zip(self._back(sums), tensors, strict=True)]
+        send, receive, _ = self.counts_back
+        sums = self._before_back(sums)
+        if self.places.ep > 1:
+            sums = list(all_to_all_rows([total[: sum(send)] for total in sums], send, receive, self.groups.ep))
+        return self.own_tokens(sums, [tensor.dtype for tensor in tensors])
+
+    def own_tokens(self, sums: list[Tensor], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
+        """From sums that came back over the lane to tokens `[T, ...]`."""
+        rows = self.counts_back[2]
+        if self.places.ep > 1:  # sums by the token they are of
+            sums = [total.new_zeros(rows, total.shape[1]).index_add_(0, self.returned, total) for total in sums]
+        else:
+            sums = [total[:rows] for total in sums]
+        own = [total.to(dtype) for total, dtype in zip(self._after_back(sums), dtypes, strict=True)]
         return all_gather_rows(own, even_sizes(self.tokens, self.groups.tp.size), self.groups.tp)
+
+    def trip(self) -> Trip:
+        """See `Route.trip`."""
+        return _LanesTrip(self)
 
     def _plan_rows(self, pool_index: Tensor) -> tuple[Tensor, Tensor]:
         """Notes what to send; returns the pool rows that are wanted here, and where their sums go."""
@@ -136,13 +157,6 @@ class Lanes(Route):
             return out.index_put_((self.to,), tensor)
         return out.index_put_((self.to, self.choice), tensor[:, 0])
 
-    def _lane_back(self, tensors: Sequence[Tensor], send: list[int], receive: list[int], rows: int) -> list[Tensor]:
-        """Rows back over the lane, summed by the token they are of."""
-        if self.places.ep == 1:
-            return [tensor[:rows] for tensor in tensors]
-        back = all_to_all_rows([tensor[: sum(send)] for tensor in tensors], send, receive, self.groups.ep)
-        return [tensor.new_zeros(rows, tensor.shape[1]).index_add_(0, self.returned, tensor) for tensor in back]
-
     @abstractmethod
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """From this rank's batch to the pool."""
@@ -159,9 +173,49 @@ class Lanes(Route):
     def _place_of(self, owner: int) -> int:
         """Where the sums of an owner's rows start."""
 
-    @abstractmethod
-    def _back(self, sums: list[Tensor]) -> list[Tensor]:
-        """From sums `[union, ...]` to those of this rank's own tokens `[t, ...]`."""
+    def _before_back(self, sums: list[Tensor]) -> list[Tensor]:
+        """What `expt_tp` peers make of sums `[union, ...]` before they go back over the lanes."""
+        return sums
+
+    def _after_back(self, sums: list[Tensor]) -> list[Tensor]:
+        """What they make of those that came back, to have this rank's own tokens `[t, ...]`."""
+        return sums
+
+
+class _LanesTrip(Trip):
+    """Over the lanes, which may leave a node: the message that travels is the all-to-all."""
+
+    def __init__(self, route: Lanes) -> None:
+        self.route = route
+        self.dtype = torch.float32
+        self.pool: Sequence[Tensor] = ()
+
+    def out(self, tensor: Tensor) -> Flight:
+        route = self.route
+        self.dtype = tensor.dtype
+        (total,) = route._before_back([route._placed(tensor, weights=False)])
+        send, receive, _ = route.counts_back
+        if route.places.ep == 1:
+            return landed(total)
+        return start_all_to_all(total[: sum(send)], send, receive, route.groups.ep)
+
+    def arrive(self, tensor: Tensor) -> Tensor:
+        return self.route.own_tokens([tensor], [self.dtype])[0]
+
+    def back(self, grad: Tensor) -> Flight:
+        route = self.route
+        self.pool = route._pool([grad.contiguous()])
+        if route.places.all_near:
+            return landed(self.pool[0][:0])
+        message = pack_rows(self.pool, route.send_rows)
+        if route.places.ep == 1:
+            return landed(message)
+        return start_all_to_all(message, route.send, route.receive, route.groups.ep)
+
+    def arrive_back(self, tensor: Tensor) -> Tensor:
+        route, pool, self.pool = self.route, self.pool, ()
+        far = tensor if route.places.all_near else view_rows(route._after_lanes(tensor), pool)[0]
+        return route._picked(pool[0], far)
 
 
 def _within(rows: slice | Tensor, picked: Tensor) -> Tensor:
@@ -174,15 +228,15 @@ class AllToAll(BasePlan):
     route: type[Lanes]
     _places: Places | None = None
 
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
-        """See `Plan.dispatch`."""
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
+        """See `Plan.dispatch`. The host has to know counts here, so rows are never marked."""
         route, tokens = self.route(self, index), len(x)
         x, index, weights = dispatch(route, x, index, weights)
         return Rows(x, index, weights, None, len(x), tokens, route)
 
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
         """See `Plan.combine`."""
-        return combine(rows.route, partial)
+        return combine(rows.route, partial, meanwhile)
 
     @property
     def places(self) -> Places:

@@ -15,19 +15,21 @@ class Replicated(BasePlan):
     are gathered over the tensor-parallel group.
     """
 
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor) -> Rows:
+    knows_shapes = True
+
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
         """See `Plan.dispatch`. Forward: no message."""
         tp, block, tokens = self.groups.tp, self.groups.expert_model_parallel, len(x)
         if tp.size == block.size:
             x, weights = c.copy(block, x, weights, reduce_dtype=self.reduce_dtype)
         else:
             x, index, weights = c.share(tp, block, x, index, weights, reduce_dtype=self.reduce_dtype)
-        return self._to_local(x, index, weights, tokens)
+        return self._to_local(x, index, weights, tokens, marked=marked)
 
-    def combine(self, partial: Tensor, rows: Rows) -> Tensor:
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: c.Meanwhile = None) -> Tensor:
         """See `Plan.combine`. Forward: an all-reduce, or a reduce-scatter and an all-gather over tp."""
         tp, block, dtype = self.groups.tp, self.groups.expert_model_parallel, partial.dtype
         partial = self._from_local(partial, rows)
         if tp.size == block.size:
-            return c.all_reduce(block, partial, reduce_dtype=self.reduce_dtype).to(dtype)
-        return c.unshare(tp, block, rows.tokens, partial, reduce_dtype=self.reduce_dtype).to(dtype)
+            return c.all_reduce(block, partial, reduce_dtype=self.reduce_dtype, meanwhile=meanwhile).to(dtype)
+        return c.unshare(tp, block, rows.tokens, partial, reduce_dtype=self.reduce_dtype, meanwhile=meanwhile).to(dtype)

@@ -8,18 +8,19 @@ import pytest
 
 from benchmarks import node
 from benchmarks.__main__ import main
-from benchmarks.cases import cases, plan_cases
+from benchmarks.cases import cases, overlap_cases, plan_cases
 from benchmarks.runs import Samples, ratio
 
 
 def test_a_run_writes_a_page_and_charts(tmp_path: Path) -> None:
-    parts, compared = ["times", "memory", "wire", "groups"], ["transformers tp", "ds_etp tp = etp"]
+    parts, compared = ["times", "overlap", "memory", "wire", "groups"], ["transformers tp", "ds_etp tp = etp"]
     main(["--smallest", "--out", str(tmp_path), "--parts", *parts, "--cases", *compared])
     page = (tmp_path / "results.md").read_text()
-    for heading in ("Time of a step", "Peak memory", "On the wire", "Growth of groups"):
+    for heading in ("Time of a step", "Overlap", "Peak memory", "On the wire", "Growth of groups"):
         assert f"## {heading}" in page
     assert "ds_etp tp = etp (Replicated)" in page
     assert "failed" not in page and "Error" not in page
+    assert "| tp = etp | Replicated |" in page
     assert {path.name for path in tmp_path.glob("*.png")} == {"times.png", "wire.png", "groups.png"}
 
 
@@ -37,5 +38,5 @@ def test_ratios_are_of_launches_of_one_round() -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_cases_have_names_of_their_own(world: int) -> None:
-    keys = [(case.environment, case.name) for case in [*cases(world), *plan_cases(world)]]
+    keys = [(case.environment, case.name) for case in [*cases(world), *plan_cases(world), *overlap_cases(world)]]
     assert len(keys) == len(set(keys))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -12,6 +13,7 @@ import transformers
 
 import ds_etp
 from ds_etp.cli import main
+from ds_etp.log import logger
 from tests.launcher import Launcher
 
 TINY = {
@@ -37,25 +39,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fits": (TINY, {"etp_size": 2}, ""),
     "experts": (TINY | {"num_local_experts": 3}, {"ep_size": 2}, "number of experts 3 is not divisible by 2"),
     "columns": (TINY | {"intermediate_size": 15}, {"etp_size": 2}, "intermediate size 15 is not divisible by 2"),
-    "alignment": (TINY | {"intermediate_size": 8}, {"etp_size": 2}, "needs a multiple of 16"),
+    "alignment": (TINY | {"intermediate_size": 8}, {"etp_size": 2}, ""),
     "family": (SWITCH, {"etp_size": 2}, "each expert is a module of its own"),
     "dense": (TINY | {"architectures": ["MixtralModel"], "num_hidden_layers": 0}, {}, "found no routed experts"),
 }
 
 
-def engine_says(folder: str) -> str:
-    """The message of a refusal, or nothing."""
+def engine_says(folder: str) -> tuple[str, list[str]]:
+    """The message of a refusal, or nothing; and what it warns of."""
     ds_etp.register()
+    warnings: list[str] = []
     config = transformers.AutoConfig.from_pretrained(folder)
     model = getattr(transformers, config.architectures[0])._from_config(config)
     try:
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=json.loads(Path(folder, "ds.json").read_text())
-        )
+        with mock.patch.object(logger(), "warning", warnings.append):
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=json.loads(Path(folder, "ds.json").read_text())
+            )
     except ds_etp.ConfigError as error:
-        return str(error)
+        return str(error), warnings
     engine.destroy()
-    return ""
+    return "", warnings
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,10 +77,14 @@ def test_it_says_what_the_engine_says(
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     (tmp_path / "ds.json").write_text(json.dumps(ds_config), encoding="utf-8")
     code = main(["check", str(tmp_path / "ds.json"), "--gpus", "2", "--model", str(tmp_path)])
-    said = capsys.readouterr().err.rstrip("\n")
+    out, said = capsys.readouterr()
+    said = said.rstrip("\n")
     assert code == (2 if phrase else 0)
     assert phrase in said
-    assert launcher.run(2, engine_says, folder=str(tmp_path)) == [said, said]
+    (refusal, warnings), other = launcher.run(2, engine_says, folder=str(tmp_path))
+    assert (refusal, other) == (said, (said, []))
+    assert len(warnings) == (case == "alignment")
+    assert all(f"- {warning}" in " ".join(out.split()) for warning in warnings)
 
 
 def autotp_says(folder: str) -> str:

@@ -37,6 +37,12 @@ def test_experts_implementations(launcher: Launcher, implementation: str, split:
     check(launcher, Recipe(family="qwen3_moe", dp=layout.dp, implementation=implementation), layout)
 
 
+def test_shards_too_narrow_for_grouped_mm(launcher: Launcher) -> None:
+    """2 of 8 columns are 8 bytes, and torch wants 16: the family's own forward gives the numbers of grouped_mm."""
+    recipe = Recipe(dp=4, implementation="grouped_mm", changes=(("intermediate_size", 8),), steps=2)
+    check(launcher, recipe, Layout(world=4, etp=4, stage=2))
+
+
 def test_shared_experts(launcher: Launcher) -> None:
     """Shared experts (Qwen2-MoE) are AutoTP's to split, and stay out of ours."""
     check(launcher, Recipe(family="qwen2_moe", dp=2), Layout(world=4, tp=2, etp=2, ep=2, stage=2))

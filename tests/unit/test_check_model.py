@@ -187,7 +187,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"gpus": 12, "axes": ["--pp", "3"]},
         "pipeline parallel size=3 is more than the model's 2 layers. Values that work: 1 to 2.",
     ),
-    "grouped_mm": (TINY_MIXTRAL, {"etp_size": 2}, "needs a multiple of 16"),
     "dense": (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1},
         {"etp_size": 2},
@@ -216,11 +215,15 @@ def test_refusals(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert err.count("\n") == 1
 
 
-def test_the_implementation_decides_on_alignment(tmp_path: Path) -> None:
+def test_the_implementation_decides_on_alignment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warning = "etp 2 leaves 4 of 8 columns, 8 bytes a row"
     model = write_model(tmp_path, TINY_MIXTRAL)
+    assert check(tmp_path, model, etp_size=2) == 0
+    assert capsys.readouterr().out.count(warning) == 1
     assert check(tmp_path, model, "--experts-implementation", "eager", etp_size=2) == 0
     # 4 columns of fp32 are 16 bytes.
     assert check(tmp_path, write_model(tmp_path, TINY_MIXTRAL | {"torch_dtype": "float32"}), etp_size=2) == 0
+    assert warning not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ from ds_etp.errors import ConfigError
 from ds_etp.host_options import HOST_RULES, autotp_size, check_host_options
 from ds_etp.topology import Topology
 
-KEYS = "Keys that work: enabled, etp_size, ep_size, plan, reduce_dtype, equal_batches, node_weight."
+KEYS = (
+    "Keys that work: enabled, etp_size, ep_size, plan, reduce_dtype, equal_batches, static_shapes, recompute, "
+    "overlap, node_weight."
+)
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
 DTYPE_RULE = "is not a dtype that partial sums can be reduced in. Values that work: auto, fp32."
@@ -59,6 +62,9 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "plan": "auto",
         "reduce_dtype": "auto",
         "equal_batches": False,
+        "static_shapes": False,
+        "recompute": False,
+        "overlap": False,
         "node_weight": 8.0,
     }
 

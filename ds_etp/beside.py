@@ -1,0 +1,95 @@
+"""Shared experts that run while the tokens of routed experts travel.
+
+A block of DeepSeek's kind calls `experts(...)`, then `shared_experts(hidden_states)`, and adds the two up. Here the
+routed experts call the shared ones themselves, once their last large message is under way; when the block calls them it
+is given that result. It is handed out for the very tensor it was made from and to nobody else.
+
+Every call of a block goes the same way, as activation checkpointing wants: it matches what a forward keeps by its place
+in the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Beside:
+    """The shared experts of one block, beside its routed ones.
+
+    Args:
+        shared: the module.
+        on_waste: called when the block turns out to want something else of them than what was made early.
+    """
+
+    def __init__(self, shared: nn.Module, on_waste: Callable[[], None]) -> None:
+        self.shared = shared
+        self._on_waste = on_waste
+        self._block_input: Tensor | None = None  # of the block's call that is running
+        self._early: tuple[Tensor, Any] | None = None  # what the shared experts were given early, and their result
+
+    @contextmanager
+    def call_of_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """While a block runs: its first argument is what its shared experts will be given."""
+        first = next(iter((*args, *kwargs.values())), None)
+        self._block_input = first if isinstance(first, Tensor) else None
+        try:
+            yield
+            if self._early is not None:
+                self._on_waste()
+        finally:
+            self._block_input = self._early = None
+
+    @property
+    def meanwhile(self) -> Callable[[], None] | None:
+        """What to do while results travel; None where no block is running."""
+        return None if self._block_input is None else self._run_early
+
+    def _run_early(self) -> None:
+        given, self._block_input = self._block_input, None
+        assert given is not None
+        self._early = given, self.shared(given)
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Whether a call of the shared experts is answered already, and with what."""
+        early, self._early = self._early, None
+        if early is None:
+            return False, None
+        if not kwargs and len(args) == 1 and args[0] is early[0]:
+            return True, early[1]
+        self._on_waste()
+        return False, None
+
+
+class _Block:
+    """The mixin in front of the class of a block."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ds_etp_beside.call_of_block(args, kwargs):  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Shared:
+    """The mixin in front of the class of shared experts. Hooks run once a forward, with the call that computes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        answered, result = self.ds_etp_beside.answer(args, kwargs)  # type: ignore[attr-defined]
+        return result if answered else super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+@cache
+def _class_with(mixin: type, family: type) -> type:
+    """A class that passes for the family's, by its name too: hosts look for blocks by name."""
+    names = {name: getattr(family, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(family.__name__, (mixin, family), names)
+
+
+def lay_beside(block: nn.Module, beside: Beside) -> None:
+    """Has a block and its shared experts tell `beside` of their calls."""
+    for module, mixin in ((block, _Block), (beside.shared, _Shared)):
+        module.ds_etp_beside = beside  # type: ignore[assignment]
+        module.__class__ = _class_with(mixin, type(module))  # type: ignore[arg-type]  # hash of Module

@@ -1,0 +1,42 @@
+"""`overlap`: shared experts run while tokens travel, and not a bit of what is trained differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.launcher import Launcher
+from tests.oracle import Recipe, train_unsharded
+from tests.parity.test_recompute import with_options
+from tests.sharded import Layout, train
+from tests.tolerances import assert_equal_runs
+
+
+@pytest.mark.parametrize(
+    ("plan", "split", "stage", "recipe", "options"),
+    [
+        ("alltoall", (1, 2, 2), 3, Recipe("deepseek_v3", lengths=(12, 5, 9, 3)), {}),
+        ("alltoall_gather_first", (2, 2, 2), 2, Recipe("glm4_moe", checkpointing="reentrant"), {"recompute": True}),
+        ("allgather", (1, 2, 2), 1, Recipe("deepseek_v3", checkpointing="plain", implementation="grouped_mm"), {}),
+        ("replicated", (4, 1, 2), 3, Recipe("glm4_moe"), {}),
+        ("replicated", (2, 2, 1), 0, Recipe("glm4_moe", implementation="grouped_mm"), {}),
+        ("alltoall", (2, 2, 2), 1, Recipe("qwen2_moe"), {}),
+    ],
+    ids=["alltoall", "alltoall_gather_first", "allgather", "unshare", "all_reduce", "before"],
+)
+def test_not_a_bit_differs(
+    launcher: Launcher, plan: str, split: tuple[int, int, int], stage: int, recipe: Recipe, options: dict[str, bool]
+) -> None:
+    tp, etp, ep = split
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan)
+    recipe = replace(recipe, dp=layout.dp, steps=2)
+    one, other = (
+        launcher.run(4, train, recipe=recipe, layout=with_options(layout, overlap=on, **options))[0]
+        for on in (False, True)
+    )
+    assert_equal_runs(other, train_unsharded(recipe))
+    assert (other.losses, other.norms) == (one.losses, one.norms)
+    for before, after in ((one.grads, other.grads), (one.weights, other.weights)):
+        assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,59 @@
+"""`recompute`: what it frees, and that it changes not a bit of what is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_etp.planner.configs import read_facts
+from ds_etp.planner.memory import Job, activations
+from ds_etp.topology import Topology
+from tests.launcher import Launcher
+from tests.oracle import Recipe
+from tests.plan.test_real_activations import LENGTH, ROWS, kept_bytes, recipe_of
+from tests.sharded import Layout, train
+
+
+def with_options(layout: Layout, **options: Any) -> Layout:
+    return replace(layout, extra=(("expert_tensor_parallel", options),))
+
+
+@pytest.mark.parametrize(
+    ("plan", "split", "stage", "recipe", "options"),
+    [
+        ("alltoall", (1, 2, 2), 3, Recipe(lengths=(12, 5, 9, 3)), {}),
+        ("alltoall_gather_first", (2, 2, 2), 2, Recipe(checkpointing="reentrant", pinned=(0, 1)), {}),
+        ("allgather", (1, 2, 2), 1, Recipe("gpt_oss", implementation="grouped_mm"), {"static_shapes": True}),
+        ("replicated", (4, 1, 2), 0, Recipe("qwen3_moe", checkpointing="plain", frozen="dense"), {}),
+    ],
+    ids=["alltoall", "alltoall_gather_first", "allgather", "replicated"],
+)
+def test_not_a_bit_differs(
+    launcher: Launcher, plan: str, split: tuple[int, int, int], stage: int, recipe: Recipe, options: dict[str, bool]
+) -> None:
+    tp, etp, ep = split
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan)
+    recipe = replace(recipe, dp=layout.dp, steps=2)
+    kept, again = (
+        launcher.run(4, train, recipe=recipe, layout=with_options(layout, recompute=on, **options))[0]
+        for on in (False, True)
+    )
+    assert (again.losses, again.norms) == (kept.losses, kept.norms)
+    for before, after in ((kept.grads, again.grads), (kept.weights, again.weights)):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_not_kept(launcher: Launcher) -> None:
+    """The rows that came and what experts make of them: all that the planner has under the two names."""
+    recipe, layout = recipe_of("qwen3_moe"), Layout(world=2, ep=2, dtype="bf16")
+    kept, rest = (
+        sum(launcher.run(2, kept_bytes, recipe=recipe, layout=with_options(layout, recompute=on))) / 2
+        for on in (False, True)
+    )
+    facts = read_facts(recipe.model().config.to_dict(), "qwen3_moe")
+    planned = activations(facts, Topology(2, ep=2), Job(LENGTH, ROWS, 1, recompute=False))
+    # Of a row without shared experts; a tenth is for chance in routing, as with all that is kept.
+    assert kept - rest == pytest.approx(facts.moe_layers * (planned.experts + planned.dispatch), rel=0.1)
