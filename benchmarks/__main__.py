@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -75,7 +76,10 @@ def main(argv: list[str] | None = None) -> None:
     pythons = {"main": sys.executable}
     if not (arguments.no_autoep or arguments.smallest):
         pythons["autoep"] = autoep_python(arguments.environment)
-    command = " ".join(["python -m benchmarks", *(sys.argv[1:] if argv is None else argv)])
+    given = list(sys.argv[1:] if argv is None else argv)
+    if "--out" in given:  # where the page went is of no interest to its readers
+        del given[given.index("--out") : given.index("--out") + 2]
+    command = shlex.join(["python", "-m", "benchmarks", *given])
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / "results.md"
 
