@@ -1,4 +1,4 @@
-"""What the examples share: their arguments, and the model they train."""
+"""What the examples share: their arguments, the model they train, and what they say in the end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
@@ -76,3 +77,34 @@ def build_model(args: argparse.Namespace, config: dict[str, Any], vocab_size: in
     if getattr(model.config, "head_dim", 0) is None:  # Mixtral's is; Ulysses wants a number
         model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
     return model
+
+
+def plot(losses: list[float], before: float, after: float, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="training loss")
+    axes.plot([0, len(losses)], [before, after], "o", label="evaluation loss")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def conclude(losses: list[float], before: float, after: float, output: Path) -> int:
+    """What came of a training: rank 0 draws the loss curve and says how far the loss fell. Returns the exit code."""
+    fell = before - after
+    if dist.get_rank() == 0:
+        curve = output / "loss.png"
+        plot(losses, before, after, curve)
+        print(f"loss curve: {curve}")
+        verdict = f"fell by {fell:.2f}" if fell > 0 else "did NOT fall"
+        print(f"evaluation loss {before:.2f} -> {after:.2f} ({verdict})", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if fell > 0 else 1

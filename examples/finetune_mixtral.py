@@ -130,23 +130,6 @@ def train(
     return (losses / dist.get_world_size()).tolist()
 
 
-def plot(losses: list[float], before: float, after: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="training loss")
-    axes.plot([0, len(losses)], [before, after], "o", label="evaluation loss")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def main() -> int:
     args = parse_args()
     config = json.loads(Path(args.deepspeed).read_text())
@@ -184,16 +167,7 @@ def main() -> int:
     losses = train(engine, batches, args.steps, args.log_every, tokens_per_step)
     after = evaluate(engine, data.held_out, batch_size, args.eval_batches, dp_rank, dp_size)
 
-    fell = before - after
-    if rank == 0:
-        curve = args.output / "loss.png"
-        plot(losses, before, after, curve)
-        print(f"loss curve: {curve}")
-        verdict = f"fell by {fell:.2f}" if fell > 0 else "did NOT fall"
-        print(f"evaluation loss {before:.2f} -> {after:.2f} ({verdict})", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0 if fell > 0 else 1
+    return common.conclude(losses, before, after, args.output)
 
 
 if __name__ == "__main__":

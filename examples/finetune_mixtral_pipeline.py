@@ -28,7 +28,7 @@ import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import torch
-from finetune_mixtral import load_corpus, plot, schedule, training_batches
+from finetune_mixtral import load_corpus, schedule, training_batches
 from tqdm import tqdm
 
 import ds_etp
@@ -132,16 +132,7 @@ def main() -> int:
     losses = train(engine, as_dicts(blocks), args)
     after = evaluate(engine, data.held_out, args.eval_batches)
 
-    fell = before - after
-    if dist.get_rank() == 0:
-        curve = args.output / "loss.png"
-        plot(losses, before, after, curve)
-        print(f"loss curve: {curve}")
-        verdict = f"fell by {fell:.2f}" if fell > 0 else "did NOT fall"
-        print(f"evaluation loss {before:.2f} -> {after:.2f} ({verdict})", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0 if fell > 0 else 1
+    return common.conclude(losses, before, after, args.output)
 
 
 if __name__ == "__main__":
