@@ -38,9 +38,19 @@ def errors(run: Run, truth: Run) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("split", [(1, 2, 2), (2, 4, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("stage", "extra"), [(0, ()), (1, ()), (1, FP32_ACCUMULATION), (2, ()), (2, FP32_MERGES), (3, ())]
+    ("stage", "extra", "split"),
+    [
+        (0, (), (1, 2, 2)),
+        (0, (), (2, 4, 1)),
+        (1, (), (2, 4, 1)),
+        (1, FP32_ACCUMULATION, (1, 2, 2)),
+        (2, (), (1, 2, 2)),
+        (2, FP32_MERGES, (2, 4, 1)),
+        (3, (), (2, 4, 1)),
+        (3, (), (1, 2, 2)),
+    ],
+    ids=str,
 )
 def test_bf16(
     launcher: Launcher, stage: int, extra: tuple[tuple[str, dict[str, str]], ...], split: tuple[int, int, int]

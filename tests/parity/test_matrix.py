@@ -26,8 +26,10 @@ def _cases() -> list[Any]:
     cases = []
     for stage, split in itertools.product((0, 1, 2, 3), SPLITS):
         optimizers = ("sgd", "adamw") if stage % 2 == 0 else ("adamw", "sgd")
-        combinations = zip(("mixtral", "qwen3_moe"), optimizers, strict=True)
+        combinations = list(zip(("mixtral", "qwen3_moe"), optimizers, strict=True))
         marks = [pytest.mark.compat] if (stage, split) in CORNER_CASES else []
+        if not marks:  # they take turns: a split meets both families under both optimizers
+            combinations = [combinations[(stage // 2 + SPLITS.index(split)) % 2]]
         for family, optimizer in combinations:
             label = f"{stage}-{'x'.join(map(str, split))}-{family}-{optimizer}"
             cases.append(pytest.param(stage, split, family, optimizer, id=label, marks=marks))
@@ -42,7 +44,7 @@ def host_sums_norms_over_heads() -> bool:
 
 @pytest.mark.parametrize(("stage", "split", "family", "optimizer"), _cases())
 def test_four_ranks(launcher: Launcher, stage: int, split: tuple[int, int, int], family: str, optimizer: str) -> None:
-    """Every stage and split with both families and under both optimizers."""
+    """Every stage and split; families and optimizers take turns, but for the corners' cases."""
     tp, etp, ep = split
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage)
     recipe = Recipe(family=family, optimizer=optimizer, dp=layout.dp)

@@ -133,8 +133,11 @@ def test_eight_ranks(launcher: Launcher, split: tuple[int, int, int], stage: int
     check(launcher, Recipe(dp=layout.dp, changes=changes, optimizer="adamw"), layout)
 
 
-@pytest.mark.parametrize("split", [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)], ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("split", "optimizer"),
+    zip([(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)], ["sgd", "adamw"] * 3, strict=True),
+    ids=str,
+)
 def test_zero_init(launcher: Launcher, split: tuple[int, int, int], optimizer: str) -> None:
     """A model that was built partitioned, with no parameter small enough to stay whole."""
     tp, etp, ep = split
