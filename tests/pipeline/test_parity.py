@@ -17,6 +17,7 @@ from tests.tolerances import assert_equal_runs
 PLAIN = (("output_router_logits", False),)
 TIED = (*PLAIN, ("tie_word_embeddings", True))
 CASES = {
+    "no block": (Pipeline(Layout(world=4, stage=1, with_block=False)), Recipe(changes=TIED)),
     "etp 2": (Pipeline(Layout(world=4, etp=2, stage=0)), Recipe(lengths=(12, 5), changes=PLAIN)),
     "ep 2": (Pipeline(Layout(world=4, ep=2, stage=1)), Recipe(optimizer="adamw", clip=0.0, changes=TIED)),
     "only embedding": (
