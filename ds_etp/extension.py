@@ -141,7 +141,7 @@ class _Events:
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
         _log(extension)
-        for sentence in [*([warning] if unaligned else []), *without_effect(model, extension.block)]:
+        for sentence in filter(None, (warning, *without_effect(model, extension.block))):
             _warn(sentence)
 
 

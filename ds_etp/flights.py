@@ -25,8 +25,10 @@ from ds_etp.rows import (
     block_sizes,
     even_sizes,
     pad_rows,
+    padded,
     reduce_scatter_rows,
     reduce_scatter_single,
+    unpadded,
 )
 
 
@@ -67,9 +69,7 @@ def start_all_reduce(tensor: Tensor, peers: Peers, dtype: torch.dtype | None) ->
 def start_reduce_scatter(tensor: Tensor, sizes: Sequence[int], peers: Peers, dtype: torch.dtype | None) -> Flight:
     """As `rows.reduce_scatter_rows`, of one tensor."""
     longest, own = max(sizes), sizes[peers.index]
-    message = tensor.to(dtype or tensor.dtype).contiguous()
-    if min(sizes) != longest:
-        message = torch.cat([pad_rows(part, longest) for part in message.split(list(sizes))])
+    message = padded(tensor.to(dtype or tensor.dtype).contiguous(), sizes)
     out = message.new_empty(longest, *message.shape[1:])
     work = reduce_scatter_single(out, message, group=peers.group, async_op=True)
     return Flight(work, message, out, lambda out: out[:own].to(tensor.dtype))
@@ -81,13 +81,7 @@ def start_all_gather(tensor: Tensor, sizes: Sequence[int], peers: Peers) -> Flig
     message = pad_rows(tensor.contiguous(), longest)
     out = message.new_empty(longest * peers.size, *message.shape[1:])
     work = all_gather_single(out, message, group=peers.group, async_op=True)
-
-    def finish(out: Tensor) -> Tensor:
-        if min(sizes) == longest:
-            return out
-        return torch.cat([part[:size] for part, size in zip(out.split(longest), sizes, strict=True)])
-
-    return Flight(work, message, out, finish)
+    return Flight(work, message, out, lambda out: unpadded(out, sizes))
 
 
 def start_all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], peers: Peers) -> Flight:

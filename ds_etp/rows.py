@@ -88,8 +88,7 @@ def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peer
     message = tensors[0].contiguous() if single else pack_rows(tensors)
     longest = max(sizes)
     out = all_gather_padded(message, longest, peers)
-    if min(sizes) != longest:
-        out = torch.cat([part[:size] for part, size in zip(out.split(longest), sizes, strict=True)])
+    out = unpadded(out, sizes)
     return (out,) if single else _unpack(out, tensors)
 
 
@@ -109,6 +108,22 @@ def pad_rows(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
 
 
+def padded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Runs of rows, `sizes[i]` of peer i, each as long as the longest."""
+    longest = max(sizes)
+    if min(sizes) == longest:
+        return rows
+    return torch.cat([pad_rows(part, longest) for part in rows.split(list(sizes))])
+
+
+def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The reverse of `padded`."""
+    longest = max(sizes)
+    if min(sizes) == longest:
+        return rows
+    return torch.cat([part[:size] for part, size in zip(rows.split(longest), sizes, strict=True)])
+
+
 def reduce_scatter_rows(
     tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peers, dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
@@ -118,8 +133,7 @@ def reduce_scatter_rows(
     longest = max(sizes)
 
     def reduce(message: Tensor) -> Tensor:
-        if min(sizes) != longest:
-            message = torch.cat([pad_rows(part, longest) for part in message.split(list(sizes))])
+        message = padded(message, sizes)
         out = message.new_empty(longest, *message.shape[1:])
         reduce_scatter_single(out, message, group=peers.group)
         return out[: sizes[peers.index]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import deepspeed
@@ -17,7 +17,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
 import ds_etp
-from ds_etp.experts import ShardedExperts
+from ds_etp.experts import sharded_modules
+from ds_etp.layouts import ParameterLayout
 from ds_etp.topology import Topology
 from tests.oracle import Recipe, Run
 
@@ -59,6 +60,11 @@ class Layout:
             return batch
         part = rank // self.tp % self.sp
         return {name: value.chunk(self.sp, 1)[part].contiguous() for name, value in batch.items()}
+
+
+def with_options(layout: Layout, **options: Any) -> Layout:
+    """A layout with more keys in the config block."""
+    return replace(layout, extra=(("expert_tensor_parallel", options),))
 
 
 def ds_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -168,6 +174,15 @@ def weight(parameter: nn.Parameter) -> Tensor:
     return full
 
 
+def expert_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
+    """How each parameter of the sharded experts is cut, by its name in the model."""
+    return {
+        f"{path}.{name}": module.ds_etp_shard.layout.parameters[name]
+        for path, module in sharded_modules(model)
+        for name, _ in module.named_parameters()
+    }
+
+
 def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
     """Every parameter's `read` tensor under its Hugging Face name, gathered over tp, etp and ep.
 
@@ -176,12 +191,7 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
     """
     world = dist.get_world_size()
     topology = engine.ds_etp.topology if "ds_etp" in vars(engine) else Topology(world)
-    experts = {
-        f"{path}.{name}": module.ds_etp_shard.layout.parameters[name]
-        for path, module in engine.module.named_modules()
-        if isinstance(module, ShardedExperts)
-        for name, _ in module.named_parameters()
-    }
+    experts = expert_layouts(engine.module)
     own = {
         name: read(parameter).detach().float().cpu().contiguous()
         for name, parameter in engine.module.named_parameters()

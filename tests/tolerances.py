@@ -16,6 +16,13 @@ TENSOR = 1e-5
 NOISE = 6e-7
 
 
+def assert_same_bits(run: Run, other: Run) -> None:
+    """Losses, norms, gradients and weights of two runs that compute the same in the same order."""
+    assert (other.losses, other.norms) == (run.losses, run.norms)
+    for before, after in ((run.grads, other.grads), (run.weights, other.weights)):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def assert_equal_runs(run: Run, oracle: Run, *, loss: float = LOSS, norm: float = NORM, tensor: float = TENSOR) -> None:
     """Losses, norms, every gradient and every weight of two runs."""
     for kind, got, wanted, limit in (

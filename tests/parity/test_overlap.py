@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.launcher import Launcher
 from tests.oracle import Recipe, train_unsharded
-from tests.parity.test_recompute import with_options
-from tests.sharded import Layout, train
-from tests.tolerances import assert_equal_runs
+from tests.sharded import Layout, train, with_options
+from tests.tolerances import assert_equal_runs, assert_same_bits
 
 
 @pytest.mark.parametrize(
@@ -37,6 +35,4 @@ def test_not_a_bit_differs(
         for on in (False, True)
     )
     assert_equal_runs(other, train_unsharded(recipe))
-    assert (other.losses, other.norms) == (one.losses, one.norms)
-    for before, after in ((one.grads, other.grads), (one.weights, other.weights)):
-        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_bits(one, other)

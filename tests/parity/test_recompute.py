@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
 from ds_etp.planner.configs import read_facts
 from ds_etp.planner.memory import Job, activations
@@ -14,11 +12,8 @@ from ds_etp.topology import Topology
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.plan.test_real_activations import LENGTH, ROWS, kept_bytes, recipe_of
-from tests.sharded import Layout, train
-
-
-def with_options(layout: Layout, **options: Any) -> Layout:
-    return replace(layout, extra=(("expert_tensor_parallel", options),))
+from tests.sharded import Layout, train, with_options
+from tests.tolerances import assert_same_bits
 
 
 @pytest.mark.parametrize(
@@ -41,9 +36,7 @@ def test_not_a_bit_differs(
         launcher.run(4, train, recipe=recipe, layout=with_options(layout, recompute=on, **options))[0]
         for on in (False, True)
     )
-    assert (again.losses, again.norms) == (kept.losses, kept.norms)
-    for before, after in ((kept.grads, again.grads), (kept.weights, again.weights)):
-        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_bits(kept, again)
 
 
 def test_what_is_not_kept(launcher: Launcher) -> None:

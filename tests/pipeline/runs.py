@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_etp
-from ds_etp.experts import ShardedExperts
 from ds_etp.topology import Topology
 from tests.oracle import Recipe, Run
 from tests.pipeline.models import make_pipeline
-from tests.sharded import Layout, ds_config, gradient, weight
+from tests.sharded import Layout, ds_config, expert_layouts, gradient, weight
 from tests.tolerances import LOSS, TENSOR
 
 
@@ -101,12 +100,7 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
     """
     world, stages = dist.get_world_size(), engine.grid.pipe_parallel_size
     topology = engine.ds_etp.topology if "ds_etp" in vars(engine) else Topology(world, pp=stages)
-    layouts = {
-        f"{path}.{name}": module.ds_etp_shard.layout.parameters[name]
-        for path, module in engine.module.named_modules()
-        if isinstance(module, ShardedExperts)
-        for name, _ in module.named_parameters()
-    }
+    layouts = expert_layouts(engine.module)
     own = {
         hf_name(engine.module, name): (
             read(parameter).detach().float().cpu().contiguous(),
