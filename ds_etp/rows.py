@@ -158,16 +158,51 @@ def all_reduce_rows(tensors: Sequence[Tensor], peers: Peers, dtype: torch.dtype 
     """The sum over peers of tensors that every peer has a part of."""
     if peers.size == 1:
         return tuple(tensors)
+    sums = Sums([(tensor.shape, tensor.dtype) for tensor in tensors], tensors[0].device, dtype)
+    for part, tensor in zip(sums.parts, tensors, strict=True):
+        part.copy_(tensor)
+    return sums.over(peers)
 
-    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-    def reduce(message: Tensor) -> Tensor:
-        if message.untyped_storage().data_ptr() in own:
-            message = message.clone()  # the caller's own tensor stays as it is; tensors that were joined are a copy
-        dist.all_reduce(message, group=peers.group)
-        return message
+class Sums:
+    """Tensors that are summed over peers in one message for each dtype, and filled where they are sent from.
 
-    return _reduced(tensors, dtype, reduce)
+    Args:
+        models: shape and dtype of each.
+        device: where they are.
+        dtype: what they are summed in; None for their own.
+
+    Attributes:
+        parts: what this rank adds, as views of the messages. To be filled in.
+    """
+
+    def __init__(
+        self, models: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self._dtypes = [own for _, own in models]
+        self._messages: list[Tensor] = []
+        parts: dict[int, Tensor] = {}
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, own in enumerate(self._dtypes):
+            by_dtype.setdefault(dtype or own, []).append(place)
+        for wire_dtype, places in by_dtype.items():
+            shapes = [models[place][0] for place in places]
+            sizes = [shape.numel() for shape in shapes]
+            if len(places) == 1:  # the message itself: what a function of autograd returns should be no view
+                message = parts[places[0]] = torch.empty(shapes[0], dtype=wire_dtype, device=device)
+            else:
+                message = torch.empty(sum(sizes), dtype=wire_dtype, device=device)
+                views = [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]
+                parts |= dict(zip(places, views, strict=True))
+            self._messages.append(message)
+        self.parts = [parts[place] for place in range(len(models))]
+
+    def over(self, peers: Peers | None) -> tuple[Tensor, ...]:
+        """The sums over peers, each in its own dtype. No peers: this process is alone."""
+        if peers is not None and peers.size > 1:
+            for message in self._messages:
+                dist.all_reduce(message, group=peers.group)
+        return tuple(part.to(dtype) for part, dtype in zip(self.parts, self._dtypes, strict=True))
 
 
 def _reduced(

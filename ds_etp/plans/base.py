@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_etp import collectives as c
 from ds_etp.collectives import Meanwhile
-from ds_etp.groups import ExpertGroups
+from ds_etp.groups import ExpertGroups, Peers
+from ds_etp.pairs import pick, put
 
 
 @dataclass
@@ -106,18 +108,32 @@ class BasePlan(ABC):
         """See `Plan.combine`."""
 
     def _to_local(
-        self, x: Tensor, index: Tensor, weights: Tensor, tokens: int, *, marked: bool, route: Any = None
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        tokens: int,
+        *,
+        marked: bool,
+        route: Any = None,
+        copied: Peers | None = None,
     ) -> Rows:
-        """Rows whose assignments are all to local experts, or marked where they aren't; at least one row."""
+        """Rows whose assignments are all to local experts, or marked where they aren't; at least one row.
+
+        `copied`: peers that all hold these tokens, and among whom gradients are to be summed.
+        """
         count, owner = len(x), None
-        if self.groups.topology.ep > 1 and marked:
-            local = index - self.first_expert
-            elsewhere = (local < 0) | (local >= self.local_experts)
-            index, weights = local.masked_fill(elsewhere, self.local_experts), weights.masked_fill(elsewhere, 0)
-        elif self.groups.topology.ep > 1:
+        if self.groups.topology.ep > 1 and not marked:
             # One row for each (token, local expert) pair: families don't agree on an index for "not here".
-            owner, choice, local = self._local_pairs(index)
-            x, index, weights = x[owner], local, weights[owner, choice, None]
+            owner, choice, index = self._local_pairs(index)
+            x, weights = pick(copied, owner, choice, x, weights, reduce_dtype=self.reduce_dtype)
+        else:
+            if copied is not None:
+                x, weights = c.copy(copied, x, weights, reduce_dtype=self.reduce_dtype)
+            if self.groups.topology.ep > 1:
+                local = index - self.first_expert
+                elsewhere = (local < 0) | (local >= self.local_experts)
+                index, weights = local.masked_fill(elsewhere, self.local_experts), weights.masked_fill(elsewhere, 0)
         if len(x) == 0:
             # A family's forward may lose its graph without rows, and peers would wait for its backward.
             # A row of zeros with weight zero keeps the graph and adds exactly nothing.
@@ -134,10 +150,11 @@ class BasePlan(ABC):
         owner, choice = ((local >= 0) & (local < self.local_experts)).nonzero(as_tuple=True)
         return owner, choice, local[owner, choice, None]
 
-    def _from_local(self, partial: Tensor, rows: Rows) -> Tensor:
-        """Partial outputs `[a, H]` summed by row: `[n, H]`."""
+    def _from_local(self, partial: Tensor, rows: Rows, *, copied: Peers | None = None) -> Tensor:
+        """Partial outputs `[a, H]` summed by row: `[n, H]`; over the peers too that got a copy of the rows."""
         if rows.owner is None:
-            return partial
+            return partial if copied is None else c.all_reduce(copied, partial, reduce_dtype=self.reduce_dtype)
+        if len(partial) > len(rows.owner):
+            partial = partial[: len(rows.owner)]  # without the row that kept the graph
         dtype = self.reduce_dtype or partial.dtype
-        out = partial.new_zeros(rows.count, partial.shape[1], dtype=dtype)
-        return out.index_add(0, rows.owner, partial[: len(rows.owner)].to(dtype))
+        return put(copied, rows.owner, rows.count, partial.to(dtype))

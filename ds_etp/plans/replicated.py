@@ -21,14 +21,15 @@ class Replicated(BasePlan):
         """See `Plan.dispatch`. Forward: no message."""
         tp, block, tokens = self.groups.tp, self.groups.expert_model_parallel, len(x)
         if tp.size == block.size:
-            x, weights = c.copy(block, x, weights, reduce_dtype=self.reduce_dtype)
-        else:
-            x, index, weights = c.share(tp, block, x, index, weights, reduce_dtype=self.reduce_dtype)
+            return self._to_local(x, index, weights, tokens, marked=marked, copied=block)
+        x, index, weights = c.share(tp, block, x, index, weights, reduce_dtype=self.reduce_dtype)
         return self._to_local(x, index, weights, tokens, marked=marked)
 
     def combine(self, partial: Tensor, rows: Rows, meanwhile: c.Meanwhile = None) -> Tensor:
         """See `Plan.combine`. Forward: an all-reduce, or a reduce-scatter and an all-gather over tp."""
         tp, block, dtype = self.groups.tp, self.groups.expert_model_parallel, partial.dtype
+        if tp.size == block.size and meanwhile is None:
+            return self._from_local(partial, rows, copied=block).to(dtype)
         partial = self._from_local(partial, rows)
         if tp.size == block.size:
             return c.all_reduce(block, partial, reduce_dtype=self.reduce_dtype, meanwhile=meanwhile).to(dtype)

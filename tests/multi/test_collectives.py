@@ -20,11 +20,13 @@ from torch import Tensor
 from ds_etp import collectives as c
 from ds_etp import rows
 from ds_etp.groups import Peers
+from ds_etp.pairs import pick, put
 from ds_etp.rows import even_sizes
 from tests.launcher import Launcher
 
 WIDTH = 3
-REDUCING = ("gather", "reduce_scatter", "share", "unshare", "copy", "all_reduce")  # ops that sum, in one direction
+# Ops that sum, in one direction.
+REDUCING = ("gather", "reduce_scatter", "share", "unshare", "copy", "all_reduce", "pick", "put")
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,27 @@ def _unshared(axis: Axis, total: int, xs: Sequence[Tensor]) -> list[Tensor]:
     return [whole] * axis.size
 
 
+def _rows_of(axis: Axis, total: int, place: int) -> Tensor:
+    """The rows that a peer picks: each row is picked by all peers but one, where there are several."""
+    picked = [row for row in range(total) if axis.size == 1 or (row + place) % axis.size]
+    return torch.tensor(picked, dtype=torch.int64)
+
+
+def _pick(axis: Axis, total: int, tensor: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    row = _rows_of(axis, total, axis.peers.index)
+    x, weights = pick(axis.peers, row, torch.zeros_like(row), tensor[:, 1:], tensor[:, :1], **options)
+    return (torch.cat([weights, x], 1),)
+
+
+def _put(axis: Axis, total: int, tensor: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return (put(axis.peers, _rows_of(axis, total, axis.peers.index), total, tensor, **options),)
+
+
+def _put_plainly(axis: Axis, total: int, xs: Sequence[Tensor]) -> list[Tensor]:
+    whole = sum(x.new_zeros(total, x.shape[1]).index_add(0, _rows_of(axis, total, i), x) for i, x in enumerate(xs))
+    return [whole] * axis.size
+
+
 OPS: dict[str, Op] = {
     "split": Op(
         one_in=True,
@@ -186,6 +209,24 @@ OPS: dict[str, Op] = {
         rows_in=lambda total, axis, place: total,
         call=lambda axis, total, tensor, **options: (c.all_reduce(axis.peers, tensor, **options),),
         plain=lambda axis, total, xs: [torch.stack(list(xs)).sum(0)] * axis.size,
+    ),
+    "pick": Op(
+        one_in=True,
+        one_out=False,
+        several=False,
+        shapes=totals,
+        rows_in=lambda total, axis, place: total,
+        call=_pick,
+        plain=lambda axis, total, xs: [xs[0][_rows_of(axis, total, place)] for place in range(axis.size)],
+    ),
+    "put": Op(
+        one_in=False,
+        one_out=True,
+        several=False,
+        shapes=totals,
+        rows_in=lambda total, axis, place: len(_rows_of(axis, total, place)),
+        call=_put,
+        plain=_put_plainly,
     ),
     "all_to_all": Op(
         one_in=False,
@@ -324,6 +365,21 @@ def check_unused_output() -> None:
     assert x.grad is None or not x.grad.any()
 
 
+def check_pairs_of_one_row() -> None:
+    """A row that a rank picks for two of its experts, with a weight of each, in mixed dtypes."""
+    axis = make_axis([list(range(dist.get_world_size()))])
+    row, place = torch.tensor([0, 0, 2]), torch.tensor([0, 1, 1])
+    x, weights = numbers(3, 0, torch.bfloat16).requires_grad_(), numbers(3, 1, torch.float32, width=2).requires_grad_()
+    rows, own = pick(axis.peers, row, place, x, weights)
+    assert torch.equal(rows, x[row])
+    assert torch.equal(own, weights[row, place, None])
+    put(axis.peers, row, 3, rows * own).sum().backward()
+    grads = torch.autograd.grad((x[row] * weights[row, place, None]).sum(), (x, weights))
+    for tensor, grad in zip((x, weights), grads, strict=True):
+        assert tensor.grad.dtype == tensor.dtype
+        assert torch.equal(tensor.grad, axis.size * grad)
+
+
 def check_one_row(dtype: torch.dtype) -> None:
     """One token in the whole group, one expert for it, there and back in mixed dtypes.
 
@@ -400,11 +456,7 @@ def reduce_errors(name: str, axis: Axis) -> tuple[float, float]:
         assert out.dtype == torch.bfloat16
         out.backward(ys[place])
         assert x.grad.dtype == torch.bfloat16
-        if name in (
-            "all_reduce",
-            "reduce_scatter",
-            "unshare",
-        ):  # sums on the way there
+        if name in ("all_reduce", "reduce_scatter", "unshare", "put"):  # sums on the way there
             errors.append((out.double() - outs[place]).abs().mean().item())
         else:
             errors.append((x.grad.double() - exact[0 if op.one_in else place].grad).abs().mean().item())
@@ -429,6 +481,10 @@ def test_several_tensors_at_once(launcher: Launcher, world: int) -> None:
 
 def test_an_output_nobody_uses(launcher: Launcher) -> None:
     launcher.run(2, check_unused_output)
+
+
+def test_pairs_of_one_row(launcher: Launcher) -> None:
+    launcher.run(2, check_pairs_of_one_row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -472,7 +528,7 @@ def test_no_gradient_no_backward_message(launcher: Launcher) -> None:
         assert {name: backward for name, (_, backward) in counts.items()} == dict.fromkeys(OPS, 0)
         # And the counter does count: these are the ops that send something forward.
         sending = {name for name, (forward, _) in counts.items() if forward}
-        assert sending == {"unsplit", "gather", "reduce_scatter", "unshare", "all_reduce", "all_to_all"}
+        assert sending == {"unsplit", "gather", "reduce_scatter", "unshare", "all_reduce", "put", "all_to_all"}
 
 
 def test_reducing_in_float32_is_closer(launcher: Launcher) -> None:

@@ -31,6 +31,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "groups": 2,
     "rows": 2,
     "flights": 2,
+    "pairs": 2,
     "collectives": 2,
     "layouts": 3,
     "plans": 3,
