@@ -31,6 +31,7 @@ from ds_etp.patches import optimizers, overrides, sequence, sequence_tp, stage_t
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.autotp import frozen_left_alone, plan_without_experts
 from ds_etp.patches.checkpoints import install_checkpoints
+from ds_etp.patches.column_inputs import share_inputs
 from ds_etp.patches.engine import engine_patches
 from ds_etp.patches.experts_interface import run_eagerly
 from ds_etp.patches.exports import install_exports
@@ -120,6 +121,8 @@ class _Events:
         _check_model(engine, model, extension)
         if extension.topology.tp > 1 and extension.topology.cp > 1:
             sequence_tp.lay_out_sequences(engine, model, extension.topology)
+        if extension.topology.tp > 1:
+            share_inputs(model)
         if extension.topology.tp > 1 and engine.pipeline_parallelism:
             stage_tp.keep_stages(engine, model)
         pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
