@@ -18,7 +18,7 @@ from benchmarks.environment import autoep_python
 from benchmarks.pool import ROOT, Pool
 from benchmarks.report import page
 
-PARTS = ("times", "plans", "overlap", "memory", "wire", "layers", "groups")
+PARTS = ("times", "plans", "overlap", "messages", "memory", "wire", "layers", "groups")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,22 +36,21 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def measure(
-    arguments: argparse.Namespace, launchers: dict[str, runs.Run], write: Callable[[dict[str, Any]], None]
-) -> None:
+def measure(arguments: argparse.Namespace, pools: dict[str, Pool], write: Callable[[dict[str, Any]], None]) -> None:
     """The parts asked for, in their order; `write` is called with all results after each."""
     small, quick = arguments.smallest, arguments.quick or arguments.smallest
     rounds = arguments.rounds or (1 if small else 2 if quick else 5)
     steps = arguments.steps or (1 if small else 2 if quick else 5)
     shapes = (rows.SMALLEST,) if small else rows.SHAPES
-    main = launchers["main"]
+    main = pools["main"].run
+    launchers = {name: pool.run for name, pool in pools.items()}
+    turns = {name: pool.together for name, pool in pools.items()}
     compared = [case for case in rows.cases() if not arguments.cases or case.name in arguments.cases]
     makers = {
-        "times": lambda: runs.interleaved(launchers, shapes, compared, rounds, steps),
-        "plans": lambda: runs.interleaved(launchers, shapes, rows.plan_cases()[: 3 if small else None], rounds, steps),
-        "overlap": lambda: runs.interleaved(
-            launchers, shapes, rows.overlap_cases()[: 2 if small else None], rounds, steps
-        ),
+        "times": lambda: runs.interleaved(turns, shapes, compared, rounds, steps),
+        "plans": lambda: runs.interleaved(turns, shapes, rows.plan_cases()[: 3 if small else None], rounds, steps),
+        "overlap": lambda: runs.interleaved(turns, shapes, rows.overlap_cases()[: 2 if small else None], rounds, steps),
+        "messages": lambda: runs.interleaved(turns, shapes, rows.message_cases()[: 2 if small else None], 1, 1),
         "memory": lambda: runs.peaks(launchers, shapes[0], compared),
         "wire": lambda: traffic.wire_rows(
             main,
@@ -90,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="ds_etp-bench-") as logs:
         pools = {name: Pool(python, Path(logs) / f"{name}.log") for name, python in pythons.items()}
         try:
-            measure(arguments, {name: pool.run for name, pool in pools.items()}, write)
+            measure(arguments, pools, write)
         finally:
             for pool in pools.values():
                 pool.close()

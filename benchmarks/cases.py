@@ -112,9 +112,23 @@ def overlap_cases(world: int = 2) -> list[Case]:
     ]
 
 
+def message_cases() -> list[Case]:
+    """Those whose messages are compared, on as many ranks as that takes."""
+    return [
+        Case("transformers tp", "transformers", 2, tp=2),
+        Case("ds_etp tp = etp", "ours", 2, tp=2, etp=2),
+        Case("transformers tp x ep", "transformers", 4, tp=2, ep=4),
+        Case("ds_etp tp x ep", "ours", 4, tp=2, ep=4),
+        Case("AutoEP + AutoTP tp x ep", "autoep", 4, tp=2, ep=4, environment="autoep"),
+        Case("ds_etp tp x ep", "ours", 4, tp=2, ep=4, environment="autoep"),
+        Case("AutoEP ep", "autoep", 4, ep=4, environment="autoep"),
+        Case("ds_etp ep", "ours", 4, ep=4, environment="autoep"),
+    ]
+
+
 @dataclass(frozen=True)
 class Target:
-    """A ratio of two cases' forward and backward that this project aims at: `case / peer <= most`."""
+    """A ratio of two cases that this project aims at: `case / peer <= most`, by shape."""
 
     environment: str
     case: str
@@ -122,8 +136,19 @@ class Target:
     most: dict[str, float]
 
 
+def message_targets() -> list[Target]:
+    """Ratios of bytes."""
+    top2, top8 = (shape.name for shape in SHAPES)
+    return [
+        Target("main", "ds_etp tp = etp", "transformers tp", {top2: 1.0, top8: 1.0}),
+        Target("main", "ds_etp tp x ep", "transformers tp x ep", {top2: 0.95, top8: 0.55}),
+        Target("autoep", "ds_etp tp x ep", "AutoEP + AutoTP tp x ep", {}),
+        Target("autoep", "ds_etp ep", "AutoEP ep", {top2: 0.92, top8: 0.52}),
+    ]
+
+
 def targets() -> list[Target]:
-    """The ratios, by shape."""
+    """Ratios of forward and backward."""
     top2, top8 = (shape.name for shape in SHAPES)
     return [
         Target("autoep", "ds_etp tp x ep", "AutoEP + AutoTP tp x ep", {top2: 0.8, top8: 0.6}),

@@ -72,20 +72,23 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("No GPU here. --cpu runs small models on the CPU, to see that this script works.")
     world = arguments.world or 1 << (max(gpus, 1).bit_length() - 1)
     launchers: dict[str, runs.Run] = {"main": torchrun.run}
+    turns: dict[str, runs.Together] = {"main": torchrun.together}
     if world > 1 and not arguments.no_autoep:
-        launchers["autoep"] = partial(torchrun.run, python=autoep_python(arguments.environment))
+        autoep = autoep_python(arguments.environment)
+        launchers["autoep"] = partial(torchrun.run, python=autoep)
+        turns["autoep"] = partial(torchrun.together, python=autoep)
     shapes = GPU_SHAPES if gpus else (rows.SMALLEST,)
     results: dict[str, Any] = {"shapes": shapes, "loads": [os.getloadavg()[0]]}
     compared = rows.cases(world) if world > 1 else single()
     makers = {
-        "times": lambda: runs.interleaved(launchers, shapes, compared, arguments.rounds, arguments.steps),
+        "times": lambda: runs.interleaved(turns, shapes, compared, arguments.rounds, arguments.steps),
         "plans": lambda: (
-            runs.interleaved(launchers, shapes, rows.plan_cases(world), arguments.rounds, arguments.steps)
+            runs.interleaved(turns, shapes, rows.plan_cases(world), arguments.rounds, arguments.steps)
             if world > 1
             else {}
         ),
         "overlap": lambda: (
-            runs.interleaved(launchers, shapes, rows.overlap_cases(world), arguments.rounds, arguments.steps)
+            runs.interleaved(turns, shapes, rows.overlap_cases(world), arguments.rounds, arguments.steps)
             if world > 1
             else {}
         ),

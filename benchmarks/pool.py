@@ -15,11 +15,25 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks import turns
+
 ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the ranks of one launch do: `module:function`, with JSON arguments and a `folder`."""
+
+    world: int
+    function: str
+    arguments: dict[str, Any]
 
 
 class LaunchFailed(RuntimeError):
@@ -60,18 +74,24 @@ class Pool:
         Raises:
             LaunchFailed: on any rank.
         """
+        (results,) = self.together([Launch(world, function, arguments)], timeout)
+        if isinstance(results, LaunchFailed):
+            raise results
+        return results
+
+    def together(self, launches: Sequence[Launch], timeout: float | None = None) -> list[list[Any] | LaunchFailed]:
+        """Runs launches side by side, one at a time: see `turns`. For each what its ranks return, or why it failed."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        order = {"world": world, "function": function, "timeout": timeout, "arguments": arguments}
+        order = {"launches": [asdict(launch) for launch in launches], "timeout": timeout or 120 * len(launches)}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise LaunchFailed(f"the pool died; its log is {self._log.name}")
-        answer = json.loads(line)
-        if answer["errors"]:
-            raise LaunchFailed("\n".join(answer["errors"]))
-        results: list[Any] = answer["results"]
-        return results
+        return [
+            LaunchFailed("\n".join(answer["errors"])) if answer["errors"] else answer["results"]
+            for answer in json.loads(line)
+        ]
 
     def close(self) -> None:
         """Ends the process. Its ranks have ended with their launch."""
@@ -91,9 +111,10 @@ def call(function: str, arguments: dict[str, Any]) -> Any:
     return getattr(importlib.import_module(module), name)(**arguments)
 
 
-def _rank(rank: int, order: dict[str, Any], folder: str, pipe: Any) -> None:
+def _rank(rank: int, launch: Launch, folder: str, pipe: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update({name: str(order["world"]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")})
+    os.environ.update({name: str(launch.world) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")})
+    turns.referee(pipe)
     try:
         import deepspeed
         import torch.distributed as dist
@@ -102,11 +123,11 @@ def _rank(rank: int, order: dict[str, Any], folder: str, pipe: Any) -> None:
             dist_backend="gloo",
             init_method=(Path(folder) / "store").as_uri(),
             rank=rank,
-            world_size=order["world"],
+            world_size=launch.world,
             auto_mpi_discovery=False,
             verbose=False,
         )
-        result = call(order["function"], {**order["arguments"], "folder": folder})
+        result = call(launch.function, {**launch.arguments, "folder": folder})
         dist.barrier()
         pipe.send(("done", result))
     except BaseException:
@@ -115,35 +136,87 @@ def _rank(rank: int, order: dict[str, Any], folder: str, pipe: Any) -> None:
     os._exit(0)  # no destructors: peers may be gone
 
 
-def _launch(order: dict[str, Any]) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="ds_etp-bench-") as folder:
-        ranks = []
-        for rank in range(order["world"]):
+class _Running:
+    """The processes of one launch."""
+
+    def __init__(self, launch: Launch, folder: str, deadline: float) -> None:
+        context = multiprocessing.get_context("fork")
+        self.deadline = deadline
+        self.processes, self.pipes = [], []
+        self.waiting: set[int] = set()  # ranks, for a turn
+        self.answers: dict[int, tuple[str, Any]] = {}
+        for rank in range(launch.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, order, folder, theirs), daemon=True)
+            process = context.Process(target=_rank, args=(rank, launch, folder, theirs), daemon=True)
             process.start()
             theirs.close()
-            ranks.append((process, ours))
-        answers: dict[int, tuple[str, Any]] = {}
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in range(len(self.pipes)) if rank not in self.answers]
+
+    @property
+    def over(self) -> bool:
+        """Whether no answer is to come any more."""
+        return not self.silent or time.monotonic() > self.deadline
+
+    @property
+    def idle(self) -> bool:
+        """Whether all ranks wait for a turn."""
+        return len(self.waiting) == len(self.pipes)
+
+    def hear(self, rank: int) -> None:
+        """Takes one message of a rank."""
+        try:
+            message = self.pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            message = ("failed", f"rank {rank} died")
+        if message[0] == "waits":
+            self.waiting.add(rank)
+            return
+        self.answers[rank] = message
+        if message[0] == "failed":
+            self.deadline = min(self.deadline, time.monotonic() + 3)  # its peers wait for it in vain
+
+    def go(self) -> None:
+        """Gives all ranks their turn."""
+        self.waiting.clear()
+        for pipe in self.pipes:
+            pipe.send("go")
+
+    def result(self) -> dict[str, Any]:
+        """What all ranks returned, or the errors of those that failed."""
+        errors = [detail for status, detail in self.answers.values() if status == "failed"]
+        if self.silent and not errors:
+            errors = [f"ranks {self.silent} gave no answer in time"]
+        return {"errors": errors, "results": [] if errors else [self.answers[i][1] for i in range(len(self.pipes))]}
+
+
+def _launch(order: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs the launches of an order. Those whose ranks all wait take turns, whenever no other is at work."""
+    with ExitStack() as folders:
         deadline = time.monotonic() + order["timeout"]
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
-        while waiting and time.monotonic() < deadline:
-            for pipe in wait(list(waiting), timeout=max(deadline - time.monotonic(), 0)):
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]
-                try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionError):
-                    answers[rank] = ("failed", f"rank {rank} died")
-                if answers[rank][0] == "failed":
-                    deadline = min(deadline, time.monotonic() + 3)  # its peers wait for it in vain
-        for process, _ in ranks:
+        running = []
+        for launch in order["launches"]:
+            folder = folders.enter_context(tempfile.TemporaryDirectory(prefix="ds_etp-bench-"))
+            running.append(_Running(Launch(**launch), folder, deadline))
+        last = -1
+        while alive := [number for number, launch in enumerate(running) if not launch.over]:
+            if all(running[number].idle for number in alive):
+                last = next((number for number in alive if number > last), alive[0])
+                running[last].go()
+            heard = {running[number].pipes[rank]: (number, rank) for number in alive for rank in running[number].silent}
+            patience = max(min(running[number].deadline for number in alive) - time.monotonic(), 0)
+            for pipe in wait(list(heard), timeout=patience):
+                number, rank = heard[pipe]  # type: ignore[index]
+                running[number].hear(rank)
+        for process in [process for launch in running for process in launch.processes]:
             process.kill()
             process.join()
-    errors = [detail for status, detail in answers.values() if status == "failed"]
-    if waiting and not errors:
-        errors = [f"ranks {sorted(waiting.values())} gave no answer in {order['timeout']} s"]
-    return {"errors": errors, "results": [] if errors else [answers[rank][1] for rank in range(order["world"])]}
+        return [launch.result() for launch in running]
 
 
 def _serve() -> None:

@@ -5,32 +5,22 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
-from statistics import median
 from typing import Any
 
-from benchmarks.cases import SHAPES, Case, Shape, targets
+from benchmarks import compared
+from benchmarks.cases import Case, Shape
 from benchmarks.environment import TRANSFORMERS
-from benchmarks.runs import Key, Samples, ratio
-
-_MB = 1e6
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table of text."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
+from benchmarks.tables import MB, table
 
 
 def page(results: dict[str, Any], command: str, device: str) -> str:
     """Everything, as Markdown.
 
     Args:
-        results: any of `wire`, `times`, `plans`, `overlap`, `memory`, `layers`, `groups`, and `loads`, `shapes`.
+        results: any of `times`, `plans`, `overlap`, `messages`, `memory`, `wire`, `layers` and `groups`; `loads`, and
+            `shapes`.
         command: how it was run.
         device: `cpu`, or the name of the GPUs.
     """
@@ -40,9 +30,10 @@ def page(results: dict[str, Any], command: str, device: str) -> str:
         _machine(results, command, device),
     ]
     makers = {
-        "times": _times,
-        "plans": _plans,
-        "overlap": _overlap,
+        "times": compared.times,
+        "plans": compared.plans,
+        "overlap": compared.overlap,
+        "messages": compared.messages,
         "memory": _memory,
         "wire": _wire,
         "layers": _layers,
@@ -76,119 +67,6 @@ def _shape(shape: Shape) -> str:
     )
 
 
-def _times(samples: dict[Key, Samples]) -> str:
-    rows, tokens = [], {shape.name: shape.tokens for shape in SHAPES}
-    for (shape, case), row in samples.items():
-        if row.error or not row.step:
-            rows.append((shape, case.environment, case.name, row.error or "not run", *[""] * 7))
-            continue
-        passes, whole = median(row.forward_backward), median(row.step)
-        peak = f"{row.cuda_peak / _MB:.1f}" if row.cuda_peak else ""
-        rows.append(
-            (
-                shape,
-                case.environment,
-                case.name + (f" ({row.plan})" if row.plan else ""),
-                f"{passes * 1e3:.0f}",
-                f"{median(row.processor) * 1e3:.0f}",
-                f"{whole * 1e3:.0f}",
-                f"{max(whole - passes, 0) / whole:.0%}",
-                f"{tokens.get(shape, 0) / whole:,.0f}" if shape in tokens else "",
-                f"{row.messages:.0f}",
-                f"{row.bytes / _MB:.2f}",
-                peak,
-            )
-        )
-    header = (
-        "model",
-        "environment",
-        "case",
-        "forward + backward, ms",
-        "CPU time of it, all ranks, ms",
-        "whole step, ms",
-        "share of reduction and optimizer",
-        "tokens/s",
-        "messages a MoE layer",
-        "MB sent a MoE layer",
-        "peak on the GPU, MB",
-    )
-    rounds = max((len(row.step) for row in samples.values()), default=0)
-    return "\n\n".join(
-        [
-            "## Time of a step",
-            f"Interleaved launches, {rounds} of each case; the slowest rank of each step counts, then the median over "
-            "steps, then over launches. Forward + backward is without the reduction of gradients. Messages and bytes "
-            "are recorded, of one MoE block, forward and backward, sent by one rank (mean). CPU time hardly depends on "
-            "what else the machine does; the others do, see the load average.",
-            table(header, rows),
-            "Ratios within a round, median over rounds, beside what the project aims at:",
-            _ratios(samples),
-        ]
-    )
-
-
-def _ratios(samples: dict[Key, Samples]) -> str:
-    def find(shape: str, environment: str, name: str) -> Samples:
-        return next(
-            (
-                row
-                for (of, case), row in samples.items()
-                if (of, case.environment, case.name) == (shape, environment, name)
-            ),
-            Samples(),
-        )
-
-    rows = []
-    for shape in dict.fromkeys(shape for shape, _ in samples):
-        for target in targets():
-            own = find(shape, target.environment, target.case)
-            peer = find(shape, target.environment, target.peer)
-            passes, whole, processor = (ratio(own, peer, of) for of in ("forward_backward", "step", "processor"))
-            if passes is None or whole is None or processor is None:
-                continue
-            aim = target.most.get(shape)
-            met = "" if aim is None else f"at most {aim}: {'met' if passes <= aim else 'missed'}"
-            rows.append((shape, target.case, target.peer, f"{passes:.2f}", f"{processor:.2f}", f"{whole:.2f}", met))
-    return table(("model", "case", "beside", "forward + backward", "its CPU time", "whole step", "aim"), rows)
-
-
-def _plans(samples: dict[Key, Samples]) -> str:
-    rows = []
-    layouts = dict.fromkeys((shape, case.name.split(":")[0]) for shape, case in samples)
-    for shape, layout in layouts:
-        own = {
-            case.plan: row
-            for (of, case), row in samples.items()
-            if of == shape and case.name.startswith(f"{layout}:") and row.step
-        }
-        if "auto" not in own:
-            continue
-        best = min((plan for plan in own if plan != "auto"), key=lambda plan: median(own[plan].forward_backward))
-        times = ", ".join(f"{plan} {median(row.forward_backward) * 1e3:.0f}" for plan, row in own.items())
-        rows.append((shape, layout, own["auto"].plan, best, f"{ratio(own['auto'], own[best]):.2f}", times))
-    header = ("model", "layout", "auto took", "fastest", "auto / fastest (aim: at most 1.05)", "ms, forward + backward")
-    return "## Plans\n\n" + table(header, rows)
-
-
-def _overlap(samples: dict[Key, Samples]) -> str:
-    rows = []
-    for (shape, case), on in samples.items():
-        if not case.overlap:
-            continue
-        off = samples[shape, replace(case, name=case.name.replace("with", "without"), overlap=False)]
-        if on.error or off.error:
-            rows.append((shape, case.name.split(":")[0], on.error or off.error, *[""] * 4))
-            continue
-        ratios = [ratio(on, off, of) or 0.0 for of in ("forward_backward", "processor", "step")]
-        same = "yes" if (on.messages, on.bytes) == (off.messages, off.bytes) else "no"
-        rows.append((shape, case.name.split(":")[0], on.plan, *[f"{value:.2f}" for value in ratios], same))
-    header = ("model", "layout", "plan", "forward + backward", "its CPU time", "whole step", "same messages")
-    return (
-        "## Overlap\n\nGLM-4-MoE, whose blocks have a shared expert: time with `overlap` / without, within a round, "
-        "median over rounds; and whether as many messages and bytes are sent.\n\n" + table(header, rows)
-    )
-
-
 def _memory(rows: list[dict[str, Any]]) -> str:
     parts = ("parameters", "gradients", "optimizer", "activations", "bucket")
     lines = []
@@ -201,10 +79,10 @@ def _memory(rows: list[dict[str, Any]]) -> str:
         lines.append(
             (
                 f"{case.name} ({case.environment})",
-                f"{row['peak'] / _MB:.1f}",
-                f"{total / _MB:.1f}",
+                f"{row['peak'] / MB:.1f}",
+                f"{total / MB:.1f}",
                 f"{row['peak'] / total:.2f}",
-                *[f"{row[part] / _MB:.1f}" for part in parts],
+                *[f"{row[part] / MB:.1f}" for part in parts],
                 f"{row['experts']:,}",
             )
         )

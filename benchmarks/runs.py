@@ -1,7 +1,7 @@
 """Interleaved launches of all cases, and what they come to: medians, and ratios of cases of one round.
 
-Launches of one round follow each other closely, so what else the machine does weighs on all of them alike; a
-ratio is the median over rounds of the ratios within a round.
+Cases of one environment run side by side and take turns, step by step: what else the machine does weighs on all of them
+alike. A ratio is the median over rounds of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cases import Case, Shape, as_json
+from benchmarks.pool import Launch, LaunchFailed
 
 Run = Callable[..., list[Any]]
+Together = Callable[[list[Launch]], list[Any]]
+MOST_AT_ONCE = 7  # launches that a machine has memory for
 
 
 @dataclass
@@ -42,40 +45,49 @@ Key = tuple[str, Case]  # a shape's name, and a case
 
 
 def interleaved(
-    launchers: dict[str, Run], shapes: Iterable[Shape], cases: Iterable[Case], rounds: int, steps: int
+    launchers: dict[str, Together], shapes: Iterable[Shape], cases: Iterable[Case], rounds: int, steps: int
 ) -> dict[Key, Samples]:
     """Every case once a round; the slowest rank's time counts.
 
     Args:
-        launchers: by environment, `run(world, function, **arguments)`; cases of others are left out.
+        launchers: by environment; cases of others are left out.
         rounds, steps: launches of each case, and timed steps of each launch.
     """
     order = [(shape, case) for shape in shapes for case in cases if case.environment in launchers]
     samples = {(shape.name, case): Samples() for shape, case in order}
     for number in range(rounds):
-        for shape, case in order:
-            row = samples[shape.name, case]
-            if row.error:
-                continue
-            where = f"round {number + 1} of {rounds}: {shape.name}, {case.name} ({case.environment})"
-            try:
-                by_rank = launchers[case.environment](
-                    case.world, "benchmarks.timing:timed", shape=as_json(shape), case=as_json(case), steps=steps
-                )
-            except RuntimeError as error:
-                row.error = str(error).strip().splitlines()[-1]
-                print(f"{where}: {row.error}", flush=True)
-                continue
-            for name in ("forward_backward", "step"):
-                slowest = [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
-                getattr(row, name).append(median(slowest))
-            row.processor.append(median(map(sum, zip(*(rank["processor"] for rank in by_rank), strict=True))))
-            wall, processor = row.forward_backward[-1] * 1e3, row.processor[-1] * 1e3
-            print(f"{where}: forward + backward {wall:.0f} ms, CPU time {processor:.0f} ms", flush=True)
-            row.messages = mean(layer for rank in by_rank for layer in rank["messages"])
-            row.bytes = mean(layer for rank in by_rank for layer in rank["bytes"])
-            row.plan, row.cuda_peak = by_rank[0]["plan"], max(rank["peak"] for rank in by_rank)
+        for shape, environment in dict.fromkeys((shape, case.environment) for shape, case in order):
+            able = [key for key, row in samples.items() if not row.error]
+            own = [case for of, case in able if (of, case.environment) == (shape.name, environment)]
+            for first in range(0, len(own), MOST_AT_ONCE):
+                chosen = own[first : first + MOST_AT_ONCE]
+                results = launchers[environment]([_launch(shape, case, steps) for case in chosen])
+                for case, by_rank in zip(chosen, results, strict=True):
+                    said = _add(samples[shape.name, case], by_rank)
+                    where = f"round {number + 1} of {rounds}: {shape.name}, {case.name} ({environment})"
+                    print(f"{where}: {said}", flush=True)
     return samples
+
+
+def _launch(shape: Shape, case: Case, steps: int) -> Launch:
+    arguments = {"shape": as_json(shape), "case": as_json(case), "steps": steps}
+    return Launch(case.world, "benchmarks.timing:timed", arguments)
+
+
+def _add(row: Samples, by_rank: list[Any] | LaunchFailed) -> str:
+    """Takes one launch of a case, and sums it up."""
+    if isinstance(by_rank, LaunchFailed):
+        row.error = str(by_rank).strip().splitlines()[-1]
+        return row.error
+    for name in ("forward_backward", "step"):
+        slowest = [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
+        getattr(row, name).append(median(slowest))
+    row.processor.append(median(map(sum, zip(*(rank["processor"] for rank in by_rank), strict=True))))
+    row.messages = mean(layer for rank in by_rank for layer in rank["messages"])
+    row.bytes = mean(layer for rank in by_rank for layer in rank["bytes"])
+    row.plan, row.cuda_peak = by_rank[0]["plan"], max(rank["peak"] for rank in by_rank)
+    wall, processor = row.forward_backward[-1] * 1e3, row.processor[-1] * 1e3
+    return f"forward + backward {wall:.0f} ms, CPU time {processor:.0f} ms"
 
 
 def mean(values: Iterable[float]) -> float:

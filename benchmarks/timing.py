@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import turns
 from benchmarks.cases import Case, Shape
 from benchmarks.recorder import Recording, record
 from benchmarks.trainees import Trainee, batch, make_trainee
@@ -46,6 +47,8 @@ class Clock:
 def timed(shape: dict[str, Any], case: dict[str, Any], folder: str, steps: int, warmup: int = 1) -> dict[str, Any]:
     """One launch: seconds of every step, forward and backward apart, and what a forward and backward sends.
 
+    Each step is a turn.
+
     Args:
         shape, case: rows of `cases`, as dictionaries.
         folder: the launch's own.
@@ -56,6 +59,7 @@ def timed(shape: dict[str, Any], case: dict[str, Any], folder: str, steps: int, 
     clock = Clock(trainee.device)
     passes, whole, processor = [], [], []
     for step in range(warmup + steps):
+        turns.wait()
         ids = batch(model_shape, model_case, step, trainee.device)
         passes.append(clock.seconds(lambda ids=ids: trainee.forward_backward(ids)))
         processor.append(clock.processor)

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pool import ROOT, LaunchFailed, call
+from benchmarks.pool import ROOT, Launch, LaunchFailed, call
 
 
 def run(world: int, function: str, timeout: float = 600, python: str = sys.executable, **arguments: Any) -> list[Any]:
@@ -38,6 +39,17 @@ def run(world: int, function: str, timeout: float = 600, python: str = sys.execu
         if code != 0:
             raise LaunchFailed(f"{tail}\ntorchrun: {code}")
         return [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def together(launches: Sequence[Launch], python: str = sys.executable) -> list[list[Any] | LaunchFailed]:
+    """Runs launches one after the other, as a GPU has room for one. For each its results, or why it failed."""
+    results: list[list[Any] | LaunchFailed] = []
+    for launch in launches:
+        try:
+            results.append(run(launch.world, launch.function, python=python, **launch.arguments))
+        except LaunchFailed as error:
+            results.append(error)
+    return results
 
 
 def _rank(order: dict[str, Any]) -> None:

@@ -34,17 +34,28 @@ def check_axes(topology: Topology, stage: int, half_dtype: str | None = None) ->
     """
     if topology.pp == 1:
         return
-    if stage not in PIPELINE_ZERO:
-        raise config_error(
-            "zero_optimization.stage",
-            stage,
-            f"does not work with {PP} {topology.pp}: a pipeline keeps whole gradients until its last micro batch",
-            works=PIPELINE_ZERO,
-        )
-    if half_dtype not in PIPELINE_DTYPES:
-        raise config_error("fp16.enabled", True, f"was not tried with {PP} {topology.pp}", works="bf16, or neither")
+    where = f"{PP} {topology.pp}"
+    check_pipeline(stage, half_dtype, where)
     if topology.cp > 1:
-        raise config_error(CP, topology.cp, f"does not work with {PP} {topology.pp}", works="1")
+        raise config_error(CP, topology.cp, f"does not work with {where}", works="1")
+
+
+def check_pipeline(stage: int, half_dtype: str | None, where: str) -> None:
+    """Refuses what no pipeline works with, also one of a single stage.
+
+    Args:
+        stage: the ZeRO stage.
+        half_dtype: as `host_options.half_dtype` reads it.
+        where: what a message calls the pipeline.
+
+    Raises:
+        ConfigError: names the key to change.
+    """
+    if stage not in PIPELINE_ZERO:
+        rule = f"does not work with {where}: a pipeline keeps whole gradients until its last micro batch"
+        raise config_error("zero_optimization.stage", stage, rule, works=PIPELINE_ZERO)
+    if half_dtype not in PIPELINE_DTYPES:
+        raise config_error("fp16.enabled", True, f"was not tried with {where}", works="bf16, or neither")
 
 
 def check_sequence_heads(topology: Topology, heads: int, key_value_heads: int) -> None:

@@ -15,8 +15,10 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as host_groups
 from torch import nn
 
+from ds_etp.axes import check_pipeline
 from ds_etp.checkpoint.agree import everyone
 from ds_etp.errors import CheckpointError, ConfigError, config_error
+from ds_etp.host_options import half_dtype
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.loading.unread import unread_modules
 from ds_etp.patches.stage_tp import check_plan
@@ -90,7 +92,6 @@ def _check_options(engine: Any) -> None:
             "does not work with PipelineModule, which has no groups for it",
             "1",
         ),
-        (engine.fp16_enabled(), "fp16.enabled", True, "was not tried with PipelineModule", "bf16, or neither"),
         (
             stage == 1 and engine.zero_cpu_offload() and computed != accumulated,
             "data_types.grad_accum_dtype",
@@ -101,6 +102,7 @@ def _check_options(engine: Any) -> None:
     ):
         if refused:
             raise config_error(key, value, rule, works=works)
+    check_pipeline(stage, half_dtype(engine._config._param_dict), "PipelineModule")
 
 
 def _sequence_ranks(engine: Any) -> int:

@@ -60,6 +60,7 @@ def _tied_experts() -> Any:
 
 _TRANSPOSED = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
 _WITH_MODEL = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+ZERO2 = {"zero_optimization": {"stage": 2}}
 TP2 = {"tensor_parallel": {"autotp_size": 2}}
 OFFLOAD = {
     "bf16": {"enabled": True},
@@ -73,7 +74,9 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "nothing to train": (_idle_stage, {}, "has no parameter that is trained in stage 1"),
     "tied experts": (_tied_experts, {}, "TiedLayerSpec='both' holds experts"),
     "pp in tiling": (_pipeline, {"expert_tensor_parallel": {"etp_size": 4}}, "etp 4 x ep 1 x pp 2 = 8 does not divide"),
-    "ZeRO-2": (_pipeline, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2 does not work with pipeline"),
+    "ZeRO-2": (_pipeline, ZERO2, "zero_optimization.stage=2 does not work with PipelineModule"),
+    "ZeRO-2, one stage": (lambda: _bare(num_stages=1), ZERO2, "stage=2 does not work with"),
+    "fp16": (_pipeline, {"fp16": {"enabled": True}}, "fp16.enabled=True was not tried with PipelineModule"),
     "no axis for tp": (_pipeline, TP2, "Values that work: PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)"),
     "no plan for tp": (
         lambda: _bare(topology=_WITH_MODEL),

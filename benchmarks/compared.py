@@ -1,0 +1,155 @@
+"""What cases that were run beside each other come to, as sections of the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+from benchmarks.cases import SHAPES, message_targets, targets
+from benchmarks.runs import Key, Samples, ratio
+from benchmarks.tables import MB, table
+
+
+def times(samples: dict[Key, Samples]) -> str:
+    rows, tokens = [], {shape.name: shape.tokens for shape in SHAPES}
+    for (shape, case), row in samples.items():
+        if row.error or not row.step:
+            rows.append((shape, case.environment, case.name, row.error or "not run", *[""] * 7))
+            continue
+        passes, whole = median(row.forward_backward), median(row.step)
+        peak = f"{row.cuda_peak / MB:.1f}" if row.cuda_peak else ""
+        rows.append(
+            (
+                shape,
+                case.environment,
+                case.name + (f" ({row.plan})" if row.plan else ""),
+                f"{passes * 1e3:.0f}",
+                f"{median(row.processor) * 1e3:.0f}",
+                f"{whole * 1e3:.0f}",
+                f"{max(whole - passes, 0) / whole:.0%}",
+                f"{tokens.get(shape, 0) / whole:,.0f}" if shape in tokens else "",
+                f"{row.messages:.0f}",
+                f"{row.bytes / MB:.2f}",
+                peak,
+            )
+        )
+    header = (
+        "model",
+        "environment",
+        "case",
+        "forward + backward, ms",
+        "CPU time of it, all ranks, ms",
+        "whole step, ms",
+        "share of reduction and optimizer",
+        "tokens/s",
+        "messages a MoE layer",
+        "MB sent a MoE layer",
+        "peak on the GPU, MB",
+    )
+    rounds = max((len(row.step) for row in samples.values()), default=0)
+    return "\n\n".join(
+        [
+            "## Time of a step",
+            f"{rounds} launches of each case. Those of one environment run side by side and take turns, step by step. "
+            "The slowest rank of each step counts, then the median over steps, then over launches. Forward + backward "
+            "is without the reduction of gradients. Messages and bytes are recorded, of one MoE block, forward and "
+            "backward, sent by one rank (mean). CPU time hardly depends on what else the machine does; the others do, "
+            "see the load average.",
+            table(header, rows),
+            "Ratios within a round, median over rounds, beside what the project aims at:",
+            _ratios(samples),
+        ]
+    )
+
+
+def _find(samples: dict[Key, Samples], shape: str, environment: str, name: str) -> Samples:
+    """A case's samples; none of one that has not run."""
+    for (of, case), row in samples.items():
+        if (of, case.environment, case.name) == (shape, environment, name):
+            return row
+    return Samples()
+
+
+def _ratios(samples: dict[Key, Samples]) -> str:
+    rows = []
+    for shape in dict.fromkeys(shape for shape, _ in samples):
+        for target in targets():
+            own = _find(samples, shape, target.environment, target.case)
+            peer = _find(samples, shape, target.environment, target.peer)
+            passes, whole, processor = (ratio(own, peer, of) for of in ("forward_backward", "step", "processor"))
+            if passes is None or whole is None or processor is None:
+                continue
+            aim = target.most.get(shape)
+            met = "" if aim is None else f"at most {aim}: {'met' if passes <= aim else 'missed'}"
+            rows.append((shape, target.case, target.peer, f"{passes:.2f}", f"{processor:.2f}", f"{whole:.2f}", met))
+    return table(("model", "case", "beside", "forward + backward", "its CPU time", "whole step", "aim"), rows)
+
+
+def messages(samples: dict[Key, Samples]) -> str:
+    rows = [
+        (
+            shape,
+            case.environment,
+            f"{case.name}: tp {case.tp}, etp {case.etp}, ep {case.ep} on {case.world} ranks",
+            *([row.error, ""] if row.error else [f"{row.messages:.0f}", f"{row.bytes / MB:.2f}"]),
+        )
+        for (shape, case), row in samples.items()
+    ]
+    compared = []
+    for shape in dict.fromkeys(shape for shape, _ in samples):
+        for target in message_targets():
+            own = _find(samples, shape, target.environment, target.case)
+            peer = _find(samples, shape, target.environment, target.peer)
+            if not (own.bytes and peer.bytes):
+                continue
+            share, aim = own.bytes / peer.bytes, target.most.get(shape)
+            met = "" if aim is None else f"at most {aim}: {'met' if share <= aim else 'missed'}"
+            compared.append(
+                (shape, target.case, target.peer, f"{own.messages:.0f} / {peer.messages:.0f}", f"{share:.3f}", met)
+            )
+    return "\n\n".join(
+        [
+            "## Messages",
+            "Recorded, of one MoE block, forward and backward, sent by one rank (mean). Weights are the same, and "
+            "batches too where there are as many: so is the routing.",
+            table(("model", "environment", "case", "messages", "MB"), rows),
+            table(("model", "case", "beside", "messages", "bytes, share of its", "aim"), compared),
+        ]
+    )
+
+
+def plans(samples: dict[Key, Samples]) -> str:
+    rows = []
+    layouts = dict.fromkeys((shape, case.name.split(":")[0]) for shape, case in samples)
+    for shape, layout in layouts:
+        own = {
+            case.plan: row
+            for (of, case), row in samples.items()
+            if of == shape and case.name.startswith(f"{layout}:") and row.step
+        }
+        if "auto" not in own:
+            continue
+        best = min((plan for plan in own if plan != "auto"), key=lambda plan: median(own[plan].forward_backward))
+        times = ", ".join(f"{plan} {median(row.forward_backward) * 1e3:.0f}" for plan, row in own.items())
+        rows.append((shape, layout, own["auto"].plan, best, f"{ratio(own['auto'], own[best]):.2f}", times))
+    header = ("model", "layout", "auto took", "fastest", "auto / fastest (aim: at most 1.05)", "ms, forward + backward")
+    return "## Plans\n\n" + table(header, rows)
+
+
+def overlap(samples: dict[Key, Samples]) -> str:
+    rows = []
+    for (shape, case), on in samples.items():
+        if not case.overlap:
+            continue
+        off = samples[shape, replace(case, name=case.name.replace("with", "without"), overlap=False)]
+        if on.error or off.error:
+            rows.append((shape, case.name.split(":")[0], on.error or off.error, *[""] * 4))
+            continue
+        ratios = [ratio(on, off, of) or 0.0 for of in ("forward_backward", "processor", "step")]
+        same = "yes" if (on.messages, on.bytes) == (off.messages, off.bytes) else "no"
+        rows.append((shape, case.name.split(":")[0], on.plan, *[f"{value:.2f}" for value in ratios], same))
+    header = ("model", "layout", "plan", "forward + backward", "its CPU time", "whole step", "same messages")
+    return (
+        "## Overlap\n\nGLM-4-MoE, whose blocks have a shared expert: time with `overlap` / without, within a round, "
+        "median over rounds; and whether as many messages and bytes are sent.\n\n" + table(header, rows)
+    )
