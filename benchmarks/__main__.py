@@ -40,7 +40,7 @@ def measure(arguments: argparse.Namespace, pools: dict[str, Pool], write: Callab
     """The parts asked for, in their order; `write` is called with all results after each."""
     small, quick = arguments.smallest, arguments.quick or arguments.smallest
     rounds = arguments.rounds or (1 if small else 2 if quick else 5)
-    steps = arguments.steps or (1 if small else 2 if quick else 5)
+    steps = arguments.steps or (1 if small else 2 if quick else 10)
     shapes = (rows.SMALLEST,) if small else rows.SHAPES
     main = pools["main"].run
     launchers = {name: pool.run for name, pool in pools.items()}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.runs import Key, Samples
+from benchmarks.runs import Key, Samples, typical
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -38,8 +37,8 @@ def _times(samples: dict[Key, Samples]) -> Any:
     for axis, shape in zip(axes, shapes, strict=True):
         rows = [(case, row) for (of, case), row in samples.items() if of == shape and row.step]
         names = [case.name + (" *" if case.environment == "autoep" else "") for case, _ in rows]
-        passes = [median(row.forward_backward) * 1e3 for _, row in rows]
-        rest = [max(median(row.step) * 1e3 - done, 0) for (_, row), done in zip(rows, passes, strict=True)]
+        passes = [typical(row.forward_backward) * 1e3 for _, row in rows]
+        rest = [max(typical(row.step) * 1e3 - done, 0) for (_, row), done in zip(rows, passes, strict=True)]
         axis.barh(names, passes, label="forward + backward")
         axis.barh(names, rest, left=passes, label="reduction, optimizer")
         axis.invert_yaxis()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 
 from benchmarks.cases import SHAPES, message_targets, targets
-from benchmarks.runs import Key, Samples, ratio
+from benchmarks.runs import Key, Samples, ratio, typical
 from benchmarks.tables import MB, table
 
 
@@ -16,7 +15,7 @@ def times(samples: dict[Key, Samples]) -> str:
         if row.error or not row.step:
             rows.append((shape, case.environment, case.name, row.error or "not run", *[""] * 7))
             continue
-        passes, whole = median(row.forward_backward), median(row.step)
+        passes, whole = typical(row.forward_backward), typical(row.step)
         peak = f"{row.cuda_peak / MB:.1f}" if row.cuda_peak else ""
         rows.append(
             (
@@ -24,7 +23,7 @@ def times(samples: dict[Key, Samples]) -> str:
                 case.environment,
                 case.name + (f" ({row.plan})" if row.plan else ""),
                 f"{passes * 1e3:.0f}",
-                f"{median(row.processor) * 1e3:.0f}",
+                f"{typical(row.processor) * 1e3:.0f}",
                 f"{whole * 1e3:.0f}",
                 f"{max(whole - passes, 0) / whole:.0%}",
                 f"{tokens.get(shape, 0) / whole:,.0f}" if shape in tokens else "",
@@ -56,7 +55,7 @@ def times(samples: dict[Key, Samples]) -> str:
             "backward, sent by one rank (mean). CPU time hardly depends on what else the machine does; the others do, "
             "see the load average.",
             table(header, rows),
-            "Ratios within a round, median over rounds, beside what the project aims at:",
+            "Ratios of steps that follow each other, medians over steps, then launches, and what the project aims at:",
             _ratios(samples),
         ]
     )
@@ -103,7 +102,7 @@ def messages(samples: dict[Key, Samples]) -> str:
             if not (own.bytes and peer.bytes):
                 continue
             share, aim = own.bytes / peer.bytes, target.most.get(shape)
-            met = "" if aim is None else f"at most {aim}: {'met' if share <= aim else 'missed'}"
+            met = "" if aim is None else f"at most {aim}: {'met' if share <= aim else 'missed'}" + target.note
             compared.append(
                 (shape, target.case, target.peer, f"{own.messages:.0f} / {peer.messages:.0f}", f"{share:.3f}", met)
             )
@@ -129,8 +128,8 @@ def plans(samples: dict[Key, Samples]) -> str:
         }
         if "auto" not in own:
             continue
-        best = min((plan for plan in own if plan != "auto"), key=lambda plan: median(own[plan].forward_backward))
-        times = ", ".join(f"{plan} {median(row.forward_backward) * 1e3:.0f}" for plan, row in own.items())
+        best = min((plan for plan in own if plan != "auto"), key=lambda plan: typical(own[plan].forward_backward))
+        times = ", ".join(f"{plan} {typical(row.forward_backward) * 1e3:.0f}" for plan, row in own.items())
         rows.append((shape, layout, own["auto"].plan, best, f"{ratio(own['auto'], own[best]):.2f}", times))
     header = ("model", "layout", "auto took", "fastest", "auto / fastest (aim: at most 1.05)", "ms, forward + backward")
     return "## Plans\n\n" + table(header, rows)
@@ -150,6 +149,6 @@ def overlap(samples: dict[Key, Samples]) -> str:
         rows.append((shape, case.name.split(":")[0], on.plan, *[f"{value:.2f}" for value in ratios], same))
     header = ("model", "layout", "plan", "forward + backward", "its CPU time", "whole step", "same messages")
     return (
-        "## Overlap\n\nGLM-4-MoE, whose blocks have a shared expert: time with `overlap` / without, within a round, "
-        "median over rounds; and whether as many messages and bytes are sent.\n\n" + table(header, rows)
+        "## Overlap\n\nGLM-4-MoE, whose blocks have a shared expert: time with `overlap` / without, of steps that "
+        "follow each other, medians; and whether as many messages and bytes are sent.\n\n" + table(header, rows)
     )

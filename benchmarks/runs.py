@@ -1,7 +1,7 @@
-"""Interleaved launches of all cases, and what they come to: medians, and ratios of cases of one round.
+"""Interleaved launches of all cases, and what they come to: medians, and ratios of steps that follow each other.
 
 Cases of one environment run side by side and take turns, step by step: what else the machine does weighs on all of them
-alike. A ratio is the median over rounds of the ratios within a round.
+alike.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ MOST_AT_ONCE = 7  # launches that a machine has memory for
 
 @dataclass
 class Samples:
-    """A case's launches, by round; `error` where it can't run.
+    """A case's launches; `error` where it can't run.
 
     Attributes:
-        forward_backward, step: seconds of the slowest rank.
-        processor: CPU seconds of forward and backward, of all ranks together.
+        forward_backward, step: seconds of the slowest rank, by launch and step.
+        processor: CPU seconds of forward and backward, of all ranks together, by launch and step.
         messages, bytes: of one MoE block, forward and backward, mean over ranks and layers.
         plan: of ours.
         cuda_peak: bytes, on a GPU.
     """
 
-    forward_backward: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
+    forward_backward: list[list[float]] = field(default_factory=list)
+    step: list[list[float]] = field(default_factory=list)
+    processor: list[list[float]] = field(default_factory=list)
     messages: float = 0.0
     bytes: float = 0.0
     plan: str = ""
@@ -80,13 +80,12 @@ def _add(row: Samples, by_rank: list[Any] | LaunchFailed) -> str:
         row.error = str(by_rank).strip().splitlines()[-1]
         return row.error
     for name in ("forward_backward", "step"):
-        slowest = [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
-        getattr(row, name).append(median(slowest))
-    row.processor.append(median(map(sum, zip(*(rank["processor"] for rank in by_rank), strict=True))))
+        getattr(row, name).append([max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)])
+    row.processor.append([sum(times) for times in zip(*(rank["processor"] for rank in by_rank), strict=True)])
     row.messages = mean(layer for rank in by_rank for layer in rank["messages"])
     row.bytes = mean(layer for rank in by_rank for layer in rank["bytes"])
     row.plan, row.cuda_peak = by_rank[0]["plan"], max(rank["peak"] for rank in by_rank)
-    wall, processor = row.forward_backward[-1] * 1e3, row.processor[-1] * 1e3
+    wall, processor = median(row.forward_backward[-1]) * 1e3, median(row.processor[-1]) * 1e3
     return f"forward + backward {wall:.0f} ms, CPU time {processor:.0f} ms"
 
 
@@ -96,10 +95,16 @@ def mean(values: Iterable[float]) -> float:
     return sum(items) / len(items) if items else 0.0
 
 
+def typical(launches: Iterable[Iterable[float]]) -> float:
+    """The median over launches of the medians over their steps."""
+    return median(map(median, launches))
+
+
 def ratio(case: Samples, peer: Samples, name: str = "forward_backward") -> float | None:
-    """The median over rounds of case / peer; None where either has not run."""
-    pairs = list(zip(getattr(case, name), getattr(peer, name), strict=False))
-    return median(own / other for own, other in pairs) if pairs else None
+    """The median over launches of the median over steps of case / peer; None where either has not run."""
+    launches = zip(getattr(case, name), getattr(peer, name), strict=False)
+    pairs = [list(zip(own, other, strict=False)) for own, other in launches]
+    return typical([own / other for own, other in steps] for steps in pairs) if pairs else None
 
 
 def peaks(launchers: dict[str, Run], shape: Shape, cases: Iterable[Case]) -> list[dict[str, Any]]:

@@ -33,9 +33,10 @@ def test_the_node_script_runs_without_a_gpu(tmp_path: Path, capsys: pytest.Captu
     assert "## Growth of a layer" in (tmp_path / "results.md").read_text()
 
 
-def test_ratios_are_of_launches_of_one_round() -> None:
-    own, peer = Samples(step=[1.0, 8.0, 3.0]), Samples(step=[2.0, 8.0, 4.0])
-    assert ratio(own, peer, "step") == 0.75
+def test_ratios_are_of_steps_that_follow_each_other() -> None:
+    own, peer = (Samples(step=[[1.0, 9.0, 4.0], row, [3.0]]) for row in ([7.0], [16.0]))
+    peer.step[0], peer.step[2] = [2.0, 9.0, 16.0], [4.0]
+    assert ratio(own, peer, "step") == 0.5
     assert ratio(own, Samples(error="failed"), "step") is None
 
 
