@@ -9,7 +9,12 @@ from benchmarks.runs import Key, Samples, ratio, typical
 from benchmarks.tables import MB, table
 
 
+def _verdict(value: float, most: float | None) -> str:
+    return "" if most is None else f"at most {most}: {'met' if value <= most else 'missed'}"
+
+
 def times(samples: dict[Key, Samples]) -> str:
+    """Every case's times, and their ratios to those of its peer."""
     rows, tokens = [], {shape.name: shape.tokens for shape in SHAPES}
     for (shape, case), row in samples.items():
         if row.error or not row.step:
@@ -78,13 +83,13 @@ def _ratios(samples: dict[Key, Samples]) -> str:
             passes, whole, processor = (ratio(own, peer, of) for of in ("forward_backward", "step", "processor"))
             if passes is None or whole is None or processor is None:
                 continue
-            aim = target.most.get(shape)
-            met = "" if aim is None else f"at most {aim}: {'met' if passes <= aim else 'missed'}"
+            met = _verdict(passes, target.most.get(shape))
             rows.append((shape, target.case, target.peer, f"{passes:.2f}", f"{processor:.2f}", f"{whole:.2f}", met))
     return table(("model", "case", "beside", "forward + backward", "its CPU time", "whole step", "aim"), rows)
 
 
 def messages(samples: dict[Key, Samples]) -> str:
+    """Every case's messages and bytes, and their ratios to those of its peer."""
     rows = [
         (
             shape,
@@ -101,8 +106,8 @@ def messages(samples: dict[Key, Samples]) -> str:
             peer = _find(samples, shape, target.environment, target.peer)
             if not (own.bytes and peer.bytes):
                 continue
-            share, aim = own.bytes / peer.bytes, target.most.get(shape)
-            met = "" if aim is None else f"at most {aim}: {'met' if share <= aim else 'missed'}" + target.note
+            share = own.bytes / peer.bytes
+            met = _verdict(share, target.most.get(shape)) + target.note
             compared.append(
                 (shape, target.case, target.peer, f"{own.messages:.0f} / {peer.messages:.0f}", f"{share:.3f}", met)
             )
@@ -118,6 +123,7 @@ def messages(samples: dict[Key, Samples]) -> str:
 
 
 def plans(samples: dict[Key, Samples]) -> str:
+    """The plan that `auto` takes beside the fastest of those named."""
     rows = []
     layouts = dict.fromkeys((shape, case.name.split(":")[0]) for shape, case in samples)
     for shape, layout in layouts:
@@ -136,6 +142,7 @@ def plans(samples: dict[Key, Samples]) -> str:
 
 
 def overlap(samples: dict[Key, Samples]) -> str:
+    """With `overlap` beside without."""
     rows = []
     for (shape, case), on in samples.items():
         if not case.overlap:

@@ -165,7 +165,7 @@ def all_reduce_rows(tensors: Sequence[Tensor], peers: Peers, dtype: torch.dtype 
 
 
 class Sums:
-    """Tensors that are summed over peers in one message for each dtype, and filled where they are sent from.
+    """Tensors of the same rows, summed over peers in one message for each dtype, and filled where they are sent from.
 
     Args:
         models: shape and dtype of each.
@@ -187,12 +187,13 @@ class Sums:
             by_dtype.setdefault(dtype or own, []).append(place)
         for wire_dtype, places in by_dtype.items():
             shapes = [models[place][0] for place in places]
-            sizes = [shape.numel() for shape in shapes]
             if len(places) == 1:  # the message itself: what a function of autograd returns should be no view
                 message = parts[places[0]] = torch.empty(shapes[0], dtype=wire_dtype, device=device)
-            else:
-                message = torch.empty(sum(sizes), dtype=wire_dtype, device=device)
-                views = [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]
+            else:  # one after the other, and not side by side: parts are contiguous
+                width = sum(prod(shape[1:]) for shape in shapes)
+                message = torch.empty(shapes[0][0], width, dtype=wire_dtype, device=device)
+                runs = message.view(-1).split([shape.numel() for shape in shapes])
+                views = [run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
                 parts |= dict(zip(places, views, strict=True))
             self._messages.append(message)
         self.parts = [parts[place] for place in range(len(models))]

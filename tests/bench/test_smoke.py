@@ -13,10 +13,8 @@ from benchmarks.runs import Samples, ratio
 
 
 def test_a_run_writes_a_page_and_charts(tmp_path: Path) -> None:
-    parts, compared = (
-        ["times", "overlap", "messages", "memory", "wire", "groups"],
-        ["transformers tp", "ds_etp tp = etp"],
-    )
+    parts = ["times", "overlap", "messages", "memory", "wire", "groups"]
+    compared = ["transformers tp", "ds_etp tp = etp"]
     main(["--smallest", "--out", str(tmp_path), "--parts", *parts, "--cases", *compared])
     page = (tmp_path / "results.md").read_text()
     for heading in ("Time of a step", "Overlap", "Messages", "Peak memory", "On the wire", "Growth of groups"):

@@ -63,10 +63,10 @@ def test_a_resumed_run_is_the_same_run(launcher: Launcher, tmp_path: Path, layou
 
 def test_the_best_model_is_loaded_at_the_end(launcher: Launcher, tmp_path: Path) -> None:
     layout = Layout(world=2, etp=2, stage=1)
-    # A rate so large that evaluation gets worse: the first checkpoint is the best one.
-    worse = (("learning_rate", 1.0), ("load_best_model_at_end", True), ("lr_scheduler_type", "constant"))
-    result = train(launcher, layout, Job(options=(*SAVE, *worse)), tmp_path)
+    # The first step lowers the loss most: with the largest one as the best it is not the last checkpoint.
+    largest = (("load_best_model_at_end", True), ("metric_for_best_model", "loss"), ("greater_is_better", True))
+    result = train(launcher, layout, Job(options=(*SAVE, *largest)), tmp_path)
     best = result.facts["best"]
-    assert best is not None and best.endswith(f"checkpoint-{1 + result.evaluations.index(min(result.evaluations))}")
+    assert best is not None and best.endswith(f"checkpoint-{1 + result.evaluations.index(max(result.evaluations))}")
     assert not best.endswith("checkpoint-6")
     assert_same_bits(load(tmp_path / "model"), load(Path(best)).state_dict())
