@@ -45,6 +45,11 @@ def pack_rows(tensors: Sequence[Tensor], picked: Tensor | None = None) -> Tensor
     return message
 
 
+def zero_rows(like: Sequence[Tensor], rows: int) -> Tensor:
+    """A message of zeros, for tensors of the models' dtypes and trailing shapes: filled through `view_rows`."""
+    return like[0].new_zeros(rows, _columns(like)[1], dtype=torch.uint8)
+
+
 def view_rows(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of a message as views of it, each with the dtype and trailing shape of its model in `like`."""
     return tuple(

@@ -17,7 +17,7 @@ from ds_etp.collectives import Meanwhile
 from ds_etp.flights import Flight, Trip, landed, start_all_to_all
 from ds_etp.plans.base import BasePlan, Rows
 from ds_etp.plans.exchange import Places, Route, Table, combine, dispatch, owned_rows
-from ds_etp.rows import all_gather_rows, all_to_all_rows, even_sizes, pack_rows, ranges, view_rows
+from ds_etp.rows import all_gather_rows, all_to_all_rows, even_sizes, pack_rows, ranges, view_rows, zero_rows
 
 
 class Lanes(Route):
@@ -84,12 +84,31 @@ class Lanes(Route):
 
     def collect(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See `Route.collect`."""
-        sums = [self._placed(tensor, weights=number > 0) for number, tensor in enumerate(tensors)]
         send, receive, _ = self.counts_back
-        sums = self._before_back(sums)
+        message, sums = self._message(tensors)
+        for number, (total, tensor) in enumerate(zip(sums, tensors, strict=True)):
+            self._place(total, tensor, weights=number > 0)
+        merged = self._before_back(sums)
         if self.places.ep > 1:
-            sums = list(all_to_all_rows([total[: sum(send)] for total in sums], send, receive, self.groups.ep))
-        return self.own_tokens(sums, [tensor.dtype for tensor in tensors])
+            if merged[0] is not sums[0]:
+                message = merged[0] if len(merged) == 1 else pack_rows(merged)
+            (message,) = all_to_all_rows([message[: sum(send)]], send, receive, self.groups.ep)
+            merged = [message] if len(merged) == 1 else list(view_rows(message, merged))
+        return self.own_tokens(merged, [tensor.dtype for tensor in tensors])
+
+    def _message(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """What goes back of `collect`'s tensors, as zeros: the message, and a view of it for each."""
+        dtypes = [self.plan.reduce_dtype or tensor.dtype for tensor in tensors]
+        widths = [tensors[0].shape[1], *[self.choices] * (len(tensors) - 1)]
+        models = [
+            tensor.new_empty(0, width, dtype=dtype)
+            for tensor, width, dtype in zip(tensors, widths, dtypes, strict=True)
+        ]
+        if len(models) == 1:
+            message = models[0].new_zeros(self.union, widths[0])
+            return message, [message]
+        message = zero_rows(models, self.union)
+        return message, list(view_rows(message, models))
 
     def own_tokens(self, sums: list[Tensor], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
         """From sums that came back over the lane to tokens `[T, ...]`."""
@@ -147,15 +166,15 @@ class Lanes(Route):
         torch.index_select(far, 0, self.from_far, out=rows[near_count:])
         return rows
 
-    def _placed(self, tensor: Tensor, weights: bool) -> Tensor:
-        """Assignments summed by row, rows in the order they go back in."""
-        tensor = tensor[: len(self.to)].to(self.plan.reduce_dtype or tensor.dtype)
+    def _place(self, total: Tensor, tensor: Tensor, weights: bool) -> None:
+        """Adds assignments up by row, in zeros `[union, ...]`, rows in the order they go back in."""
+        tensor = tensor[: len(self.to)].to(total.dtype)
         if not weights:
-            return tensor.new_zeros(self.union, tensor.shape[1]).index_add_(0, self.to, tensor)
-        out = tensor.new_zeros(self.union, self.choices)
-        if self.choice is None:
-            return out.index_put_((self.to,), tensor)
-        return out.index_put_((self.to, self.choice), tensor[:, 0])
+            total.index_add_(0, self.to, tensor)
+        elif self.choice is None:
+            total.index_put_((self.to,), tensor)
+        else:
+            total.index_put_((self.to, self.choice), tensor[:, 0])
 
     @abstractmethod
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -193,7 +212,9 @@ class _LanesTrip(Trip):
     def out(self, tensor: Tensor) -> Flight:
         route = self.route
         self.dtype = tensor.dtype
-        (total,) = route._before_back([route._placed(tensor, weights=False)])
+        _, sums = route._message([tensor])
+        route._place(sums[0], tensor, weights=False)
+        (total,) = route._before_back(sums)
         send, receive, _ = route.counts_back
         if route.places.ep == 1:
             return landed(total)
