@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from benchmarks.cases import SHAPES, message_targets, targets
+from benchmarks.cases import SHAPES, Target, message_targets, targets
 from benchmarks.runs import Key, Samples, ratio, typical
 from benchmarks.tables import MB, table
 
@@ -74,17 +75,22 @@ def _find(samples: dict[Key, Samples], shape: str, environment: str, name: str) 
     return Samples()
 
 
+def _pairs(samples: dict[Key, Samples], aims: Sequence[Target]) -> Iterator[tuple[str, Target, Samples, Samples]]:
+    """For every shape and target the case's samples and its peer's."""
+    for shape in dict.fromkeys(shape for shape, _ in samples):
+        for target in aims:
+            own, peer = (_find(samples, shape, target.environment, name) for name in (target.case, target.peer))
+            yield shape, target, own, peer
+
+
 def _ratios(samples: dict[Key, Samples]) -> str:
     rows = []
-    for shape in dict.fromkeys(shape for shape, _ in samples):
-        for target in targets():
-            own = _find(samples, shape, target.environment, target.case)
-            peer = _find(samples, shape, target.environment, target.peer)
-            passes, whole, processor = (ratio(own, peer, of) for of in ("forward_backward", "step", "processor"))
-            if passes is None or whole is None or processor is None:
-                continue
-            met = _verdict(passes, target.most.get(shape))
-            rows.append((shape, target.case, target.peer, f"{passes:.2f}", f"{processor:.2f}", f"{whole:.2f}", met))
+    for shape, target, own, peer in _pairs(samples, targets()):
+        passes, whole, processor = (ratio(own, peer, of) for of in ("forward_backward", "step", "processor"))
+        if passes is None or whole is None or processor is None:
+            continue
+        met = _verdict(passes, target.most.get(shape))
+        rows.append((shape, target.case, target.peer, f"{passes:.2f}", f"{processor:.2f}", f"{whole:.2f}", met))
     return table(("model", "case", "beside", "forward + backward", "its CPU time", "whole step", "aim"), rows)
 
 
@@ -100,17 +106,14 @@ def messages(samples: dict[Key, Samples]) -> str:
         for (shape, case), row in samples.items()
     ]
     compared = []
-    for shape in dict.fromkeys(shape for shape, _ in samples):
-        for target in message_targets():
-            own = _find(samples, shape, target.environment, target.case)
-            peer = _find(samples, shape, target.environment, target.peer)
-            if not (own.bytes and peer.bytes):
-                continue
-            share = own.bytes / peer.bytes
-            met = _verdict(share, target.most.get(shape)) + target.note
-            compared.append(
-                (shape, target.case, target.peer, f"{own.messages:.0f} / {peer.messages:.0f}", f"{share:.3f}", met)
-            )
+    for shape, target, own, peer in _pairs(samples, message_targets()):
+        if not (own.bytes and peer.bytes):
+            continue
+        share = own.bytes / peer.bytes
+        met = _verdict(share, target.most.get(shape)) + target.note
+        compared.append(
+            (shape, target.case, target.peer, f"{own.messages:.0f} / {peer.messages:.0f}", f"{share:.3f}", met)
+        )
     return "\n\n".join(
         [
             "## Messages",

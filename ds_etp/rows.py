@@ -187,10 +187,7 @@ class Sums:
         self._dtypes = [own for _, own in models]
         self._messages: list[Tensor] = []
         parts: dict[int, Tensor] = {}
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for place, own in enumerate(self._dtypes):
-            by_dtype.setdefault(dtype or own, []).append(place)
-        for wire_dtype, places in by_dtype.items():
+        for wire_dtype, places in _by_dtype(self._dtypes, dtype).items():
             shapes = [models[place][0] for place in places]
             if len(places) == 1:  # the message itself: what a function of autograd returns should be no view
                 message = parts[places[0]] = torch.empty(shapes[0], dtype=wire_dtype, device=device)
@@ -211,15 +208,20 @@ class Sums:
         return tuple(part.to(dtype) for part, dtype in zip(self.parts, self._dtypes, strict=True))
 
 
+def _by_dtype(dtypes: Sequence[torch.dtype], dtype: torch.dtype | None) -> dict[torch.dtype, list[int]]:
+    """The places of tensors that are summed in one message, by what they are summed in: `dtype`, or their own."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, own in enumerate(dtypes):
+        places.setdefault(dtype or own, []).append(place)
+    return places
+
+
 def _reduced(
     tensors: Sequence[Tensor], dtype: torch.dtype | None, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
     """Runs `reduce` once per dtype, on tensors joined along their columns, in `dtype` where one is given."""
     results: list[Tensor | None] = [None] * len(tensors)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        by_dtype.setdefault(dtype or tensor.dtype, []).append(place)
-    for wire_dtype, places in by_dtype.items():
+    for wire_dtype, places in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
         columns = [tensors[place].flatten(1) for place in places]
         joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         summed = reduce(joined.to(wire_dtype).contiguous())
