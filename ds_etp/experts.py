@@ -36,6 +36,8 @@ class Shard:
             experts implementations only; None: it never does.
         recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
         beside: the block's shared experts, where they run while tokens travel.
+        sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them;
+            None where it has none.
     """
 
     path: str
@@ -47,6 +49,7 @@ class Shard:
     takes_marks: Callable[[nn.Module], bool] | None = None
     recompute: bool = False
     beside: Beside | None = None
+    sorted_forward: Callable[[nn.Module, ExpertsLayout], Callable[..., Tensor] | None] | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
@@ -85,7 +88,8 @@ class ShardedExperts:
             rows = self.ds_etp_shard.plan.dispatch(x, index, weights, marked=marks(self))
             if not noted:
                 noted.append(rows.without_tensors())
-            return self.on_local_rows(rows.x, rows.index, rows.weights)
+            forward = sorted_forward(self) if rows.by_expert else None
+            return (forward or self.on_local_rows)(rows.x, rows.index, rows.weights)
 
         if not (self.ds_etp_shard.recompute and torch.is_grad_enabled()):
             return run(x, index, weights), noted[0]
@@ -101,6 +105,12 @@ def marks(module: Any) -> bool:
     """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
     takes_marks = module.ds_etp_shard.takes_marks
     return takes_marks is not None and takes_marks(module)
+
+
+def sorted_forward(module: Any) -> Callable[..., Tensor] | None:
+    """A sharded module's forward for rows that come expert by expert, if it has one now."""
+    shard: Shard = module.ds_etp_shard
+    return None if shard.sorted_forward is None else shard.sorted_forward(module, shard.layout)
 
 
 def _added_once(name: str) -> property:

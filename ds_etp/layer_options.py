@@ -16,6 +16,7 @@ from ds_etp.groups import ExpertGroups
 from ds_etp.layouts import ExpertsLayout
 from ds_etp.patches.experts_interface import GROUPED_MM_ALIGNMENT, allow_marks, is_aligned, takes_marks
 from ds_etp.patches.peft import plain_path
+from ds_etp.patches.sorted_experts import sorted_forward
 from ds_etp.plans import PLANS
 from ds_etp.topology import Topology
 
@@ -43,6 +44,7 @@ def make_shard(
         takes_marks=takes_marks if static else None,
         recompute=block.recompute,
         beside=beside,
+        sorted_forward=sorted_forward,
     )
 
 

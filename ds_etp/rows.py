@@ -31,23 +31,18 @@ def even_sizes(rows: int, parts: int) -> list[int]:
     return [quotient + (part < rest) for part in range(parts)]
 
 
-def pack_rows(tensors: Sequence[Tensor], picked: Tensor | None = None) -> Tensor:
-    """Tensors of the same rows as one `[rows, bytes]` message; of the `picked` rows only, where given."""
+def pack_rows(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Tensors of the same rows as one `[rows, bytes]` message, in `out` where given."""
     columns, width = _columns(tensors)
-    message = tensors[0].new_empty(len(tensors[0]) if picked is None else len(picked), width, dtype=torch.uint8)
+    message = tensors[0].new_empty(len(tensors[0]), width, dtype=torch.uint8) if out is None else out
     for tensor, (start, stop) in zip(tensors, columns, strict=True):
-        rows = tensor.reshape(len(tensor), _width(tensor))
-        column = message[:, start:stop].view(tensor.dtype)
-        if picked is None:
-            column.copy_(rows)
-        else:
-            torch.index_select(rows, 0, picked, out=column)  # into the message, without a copy in between
+        message[:, start:stop].view(tensor.dtype).copy_(tensor.reshape(len(tensor), _width(tensor)))
     return message
 
 
-def zero_rows(like: Sequence[Tensor], rows: int) -> Tensor:
-    """A message of zeros, for tensors of the models' dtypes and trailing shapes: filled through `view_rows`."""
-    return like[0].new_zeros(rows, _columns(like)[1], dtype=torch.uint8)
+def packed_width(tensors: Sequence[Tensor]) -> int:
+    """The bytes of a message row."""
+    return _columns(tensors)[1]
 
 
 def view_rows(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -97,11 +92,12 @@ def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peer
     return (out,) if single else _unpack(out, tensors)
 
 
-def all_gather_padded(message: Tensor, longest: int, peers: Peers) -> Tensor:
-    """Every peer's rows, peer i's from row `i * longest` on. Rows beyond a peer's own hold anything."""
+def all_gather_padded(message: Tensor, longest: int, peers: Peers, out: Tensor | None = None) -> Tensor:
+    """Every peer's rows, peer i's from row `i * longest` on, in `out` where given. Beyond a peer's own is anything."""
     if peers.size == 1:
-        return message
-    out = message.new_empty(longest * peers.size, *message.shape[1:])
+        return message if out is None else out.copy_(message)
+    if out is None:
+        out = message.new_empty(longest * peers.size, *message.shape[1:])
     all_gather_single(out, pad_rows(message, longest), group=peers.group)
     return out
 
@@ -233,14 +229,18 @@ def _reduced(
 
 
 def all_to_all_rows(
-    tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], peers: Peers
+    tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], peers: Peers, out: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Sends consecutive runs of rows to the peers, in peer order, and returns what they sent."""
+    """Sends consecutive runs of rows to the peers, in peer order, and returns what they sent.
+
+    `out`: where it goes, of one tensor, if there is a message.
+    """
     if peers.size == 1:
         return tuple(tensors)
     single = len(tensors) == 1
     message = tensors[0].contiguous() if single else pack_rows(tensors)
-    out = message.new_empty(sum(receive), *message.shape[1:])
+    if out is None:
+        out = message.new_empty(sum(receive), *message.shape[1:])
     dist.all_to_all_single(out, message, list(receive), list(send), group=peers.group)
     return (out,) if single else _unpack(out, tensors)
 

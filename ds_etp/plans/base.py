@@ -32,6 +32,7 @@ class Rows:
         count: n, how many rows arrived.
         tokens: T, how many tokens the module was called with.
         route: the plan's own notes.
+        by_expert: whether rows are pairs, with one index each, in the order of their experts.
     """
 
     x: Tensor
@@ -41,6 +42,7 @@ class Rows:
     count: int
     tokens: int
     route: Any = None
+    by_expert: bool = False
 
     def without_tensors(self) -> Rows:
         """What `combine` needs of it: the rows themselves may go."""
@@ -123,7 +125,8 @@ class BasePlan(ABC):
         `copied`: peers that all hold these tokens, and among whom gradients are to be summed.
         """
         count, owner = len(x), None
-        if self.groups.topology.ep > 1 and not marked:
+        by_expert = self.groups.topology.ep > 1 and not marked
+        if by_expert:
             # One row for each (token, local expert) pair: families don't agree on an index for "not here".
             owner, choice, index = self._local_pairs(index)
             x, weights = pick(copied, owner, choice, x, weights, reduce_dtype=self.reduce_dtype)
@@ -142,13 +145,17 @@ class BasePlan(ABC):
             weights = torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
             if owner is None:
                 owner = index.new_zeros(0, dtype=torch.int64)
-        return Rows(x, index, weights, owner, count, tokens, route)
+        return Rows(x, index, weights, owner, count, tokens, route, by_expert)
 
     def _local_pairs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows' expert indices `[n, K]` the local ones: their row, their place in it, the local index `[a, 1]`."""
+        """Of rows' expert indices `[n, K]` the local ones: their row, their place in it, the local index `[a, 1]`.
+
+        Expert by expert, as grouped matrix multiplies want them: rows are copied once, in that order.
+        """
         local = index - self.first_expert
         owner, choice = ((local >= 0) & (local < self.local_experts)).nonzero(as_tuple=True)
-        return owner, choice, local[owner, choice, None]
+        local, order = local[owner, choice].sort(stable=True)
+        return owner[order], choice[order], local[:, None]
 
     def _from_local(self, partial: Tensor, rows: Rows, *, copied: Peers | None = None) -> Tensor:
         """Partial outputs `[a, H]` summed by row: `[n, H]`; over the peers too that got a copy of the rows."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ds_etp.plans.lanes import AllToAll, Lanes
-from ds_etp.rows import all_gather_padded, ranges, reduce_scatter_padded
+from ds_etp.rows import ranges, reduce_scatter_padded
 
 
 class _Route(Lanes):
@@ -20,26 +20,25 @@ class _Route(Lanes):
         super().__init__(plan, index)
         at, rows = self.places, self.table.rows
         self.represented, self.near_rows = self.own, self.held
-        self.near_owners, self.kept = at.near, at.near_ep
+        self.near_owners, self.kept, self.direct = at.near, at.near_ep, at.etp == 1
         self.send = [0 if e in self.kept else rows[at.place][e] for e in range(at.ep)]
         self.receive = [0 if e in self.kept else rows[e * at.etp + at.j][at.e] for e in range(at.ep)]
         self._far_owners = [[e * at.etp + j for e in range(at.ep) if e not in self.kept] for j in range(at.etp)]
-        self._longest_far = max(sum(rows[owner][at.e] for owner in lane) for lane in self._far_owners)
+        far = [sum(rows[owner][at.e] for owner in lane) for lane in self._far_owners]
+        self.longest_far = max(far) if at.etp > 1 else None
         self._longest = max(sum(rows[e * at.etp + j][at.e] for e in range(at.ep)) for j in range(at.etp))
-        self.union = self._longest * at.etp
-        send = [rows[e * at.etp + at.j][at.e] for e in range(at.ep)]
-        self.counts_back = send, rows[at.place], self.sizes[at.place]
+        send = [rows[e * at.etp + at.j][at.e] if e != at.e else 0 for e in range(at.ep)]
+        receive = [count if e != at.e else 0 for e, count in enumerate(rows[at.place])]
+        self.union = sum(send) + self.sizes[at.place] if self.direct else self._longest * at.etp
+        self.counts_back = send, receive, self.sizes[at.place]
 
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
 
-    def _after_lanes(self, message: Tensor) -> Tensor:
-        return all_gather_padded(message, self._longest_far, self.groups.expt_tp)
-
     def _far(self) -> tuple[Tensor, Tensor]:
         starts, lengths, places = [], [], []
         for lane, owners in enumerate(self._far_owners):
-            start = lane * self._longest_far
+            start = lane * (self.longest_far or 0)
             for owner in owners:
                 starts.append(start)
                 lengths.append(self.table.rows[owner][self.places.e])
@@ -50,10 +49,11 @@ class _Route(Lanes):
     def _place_of(self, owner: int) -> int:
         at = self.places
         e, j = divmod(owner, at.etp)
-        return j * self._longest + sum(self.table.rows[before * at.etp + j][at.e] for before in range(e))
+        before = [other for other in range(at.ep) if (other == at.e, other) < (e == at.e, e)]  # this rank's own last
+        return j * self._longest + sum(self.table.rows[other * at.etp + j][at.e] for other in before)
 
-    def _before_back(self, sums: list[Tensor]) -> list[Tensor]:
-        return list(reduce_scatter_padded(sums, self._longest, self.groups.expt_tp))
+    def _before_back(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+        return reduce_scatter_padded(sums, self._longest, self.groups.expt_tp)
 
 
 class DispatchFirst(AllToAll):

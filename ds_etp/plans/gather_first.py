@@ -17,6 +17,7 @@ class _Route(Lanes):
     def __init__(self, plan: AllToAll, index: Tensor) -> None:
         super().__init__(plan, index)
         at, rows = self.places, self.table.rows
+        self.direct = True  # partial sums are merged once they are back
         self._owned = [self.table.owned[place] for place in at.group(at.e)]
         self._counts = [[sum(rows[p][e] for p in at.group(owners)) for e in range(at.ep)] for owners in range(at.ep)]
         if at.near:
@@ -29,8 +30,10 @@ class _Route(Lanes):
             self.represented = self.near_rows = ranges(starts, self._owned, self.device)
         self.send = [0 if e in self.kept else self._counts[at.e][e] for e in range(at.ep)]
         self.receive = [0 if e in self.kept else self._counts[e][at.e] for e in range(at.ep)]
-        self.union = sum(counts[at.e] for counts in self._counts)
-        self.counts_back = [counts[at.e] for counts in self._counts], self._counts[at.e], sum(self._owned)
+        send = [counts[at.e] if e != at.e else 0 for e, counts in enumerate(self._counts)]
+        receive = [count if e != at.e else 0 for e, count in enumerate(self._counts[at.e])]
+        self.union = sum(send) + sum(self._owned)
+        self.counts_back = send, receive, sum(self._owned)
 
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.places.near:
@@ -38,19 +41,17 @@ class _Route(Lanes):
         message = pack_rows([tensor[self.own] for tensor in tensors])
         return view_rows(all_gather_padded(message, max(self._owned), self.groups.expt_tp), tensors)
 
-    def _after_lanes(self, message: Tensor) -> Tensor:
-        return message
-
     def _far(self) -> tuple[Tensor, Tensor]:
         at = self.places
         places = ranges([self._place_of(e * at.etp) for e in range(at.ep)], self.receive, self.device)
         return torch.arange(len(places), device=self.device), places
 
     def _place_of(self, owner: int) -> int:
-        return sum(self.table.rows[before][self.places.e] for before in range(owner))
+        others = [before for before in range(owner) if before not in self.places.group(self.places.e)]
+        return sum(self.table.rows[before][self.places.e] for before in others)
 
-    def _after_back(self, sums: list[Tensor]) -> list[Tensor]:
-        return list(reduce_scatter_rows(sums, self._owned, self.groups.expt_tp, None))
+    def _after_back(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+        return reduce_scatter_rows(sums, self._owned, self.groups.expt_tp, None)
 
 
 class GatherFirst(AllToAll):

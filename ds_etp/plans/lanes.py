@@ -17,11 +17,18 @@ from ds_etp.collectives import Meanwhile
 from ds_etp.flights import Flight, Trip, landed, start_all_to_all
 from ds_etp.plans.base import BasePlan, Rows
 from ds_etp.plans.exchange import Places, Route, Table, combine, dispatch, owned_rows
-from ds_etp.rows import all_gather_rows, all_to_all_rows, even_sizes, pack_rows, ranges, view_rows, zero_rows
+from ds_etp.plans.room import Room
+from ds_etp.rows import (
+    all_gather_padded,
+    all_gather_rows,
+    all_to_all_rows,
+    even_sizes,
+    ranges,
+)
 
 
 class Lanes(Route):
-    """Rows of near owners are picked from a pool, others arrive over the lanes.
+    """Assignments are picked from the pool, and from what arrives over the lanes.
 
     The pool is this rank's batch or, where an order gathers first, what it gathered. A rank sends the pool
     rows it represents: its own tokens, or those of its whole `expt_tp` group.
@@ -30,14 +37,20 @@ class Lanes(Route):
         represented, near_rows: pool rows this rank sends, and pool rows of near owners.
         near_owners, kept: places of those owners, and ep indices that nothing is sent to.
         send, receive: rows out over the lane, by ep index.
-        union: rows of the sums on their way back.
-        counts_back: rows back over the lane, out and in by ep index, and rows they are summed to.
+        longest_far: most rows that a rank of the `expt_tp` group gets over its lane, where those are gathered next;
+            else None.
+        direct: whether sums of represented rows are added up where they stay, after those that go back. Where
+            `expt_tp` peers have parts of them they are merged first.
+        union: rows of all sums that are made here.
+        counts_back: rows back over the lane, out and in by ep index, none to this rank, and rows they are summed to.
     """
 
     represented: slice | Tensor
     near_rows: slice | Tensor
     near_owners: list[int]
     kept: set[int]
+    longest_far: int | None = None
+    direct: bool
     send: list[int]
     receive: list[int]
     union: int
@@ -59,66 +72,69 @@ class Lanes(Route):
         """See `Route.open`."""
         pool = self._pool([x, weights, index.to(torch.int32)])  # half the bytes on the wire
         near_rows, near_places = self._plan_rows(pool[2])
-        far = self._travel(pool)
+        rows = self._with_far(pool)
         far_rows, far_places = self._far()
+        self.source, self.choice = torch.cat([near_rows, far_rows + len(pool[0])]), None
         self.to, self.choices = torch.cat([near_places, far_places]), weights.shape[1]
-        local = torch.cat([pool[2].index_select(0, near_rows), far[2].index_select(0, far_rows)])
-        self.from_pool, self.from_far, self.choice = near_rows, far_rows, None
+        local = rows[2].index_select(0, self.source)
         if self.places.ep > 1:
             row, self.choice, local = self.plan._local_pairs(local)
-            near_count = int((row < len(near_rows)).sum())
-            self.from_pool = near_rows[row[:near_count]]
-            self.from_far = far_rows[row[near_count:] - len(near_rows)]
-            self.to = self.to[row]
-        picked = self._picked(pool[1], far[1])
+            self.source, self.to = self.source[row], self.to[row]
+        picked = self._picked(rows[1])
         if len(local) == 0:
             local, picked = local.new_zeros(1, 1), picked[:, :1]
         elif self.choice is not None:
             picked = picked.gather(1, self.choice[:, None])
-        return self._picked(pool[0], far[0]), local.to(index.dtype), picked
+        return self._picked(rows[0]), local.to(index.dtype), picked
 
     def spread(self, tensor: Tensor) -> Tensor:
         """See `Route.spread`."""
-        pool = self._pool([tensor.contiguous()])
-        return self._picked(pool[0], self._travel(pool)[0])
+        return self._picked(self._with_far(self._pool([tensor.contiguous()]))[0])
 
     def collect(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See `Route.collect`."""
-        send, receive, _ = self.counts_back
-        message, sums = self._message(tensors)
-        for number, (total, tensor) in enumerate(zip(sums, tensors, strict=True)):
-            self._place(total, tensor, weights=number > 0)
-        merged = self._before_back(sums)
+        back, own = self._add_up(tensors)
         if self.places.ep > 1:
-            if merged[0] is not sums[0]:
-                message = merged[0] if len(merged) == 1 else pack_rows(merged)
-            (message,) = all_to_all_rows([message[: sum(send)]], send, receive, self.groups.ep)
-            merged = [message] if len(merged) == 1 else list(view_rows(message, merged))
-        return self.own_tokens(merged, [tensor.dtype for tensor in tensors])
+            send, receive, _ = self.counts_back
+            back = all_to_all_rows(back, send, receive, self.groups.ep)
+        return self.own_tokens(own, back, [tensor.dtype for tensor in tensors])
 
-    def _message(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """What goes back of `collect`'s tensors, as zeros: the message, and a view of it for each."""
-        dtypes = [self.plan.reduce_dtype or tensor.dtype for tensor in tensors]
-        widths = [tensors[0].shape[1], *[self.choices] * (len(tensors) - 1)]
-        models = [
-            tensor.new_empty(0, width, dtype=dtype)
-            for tensor, width, dtype in zip(tensors, widths, dtypes, strict=True)
-        ]
-        if len(models) == 1:
-            message = models[0].new_zeros(self.union, widths[0])
-            return message, [message]
-        message = zero_rows(models, self.union)
-        return message, list(view_rows(message, models))
+    def _add_up(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Sums of `collect`'s tensors, each by row: those that go back, and those of represented rows."""
+        send, _, rows = self.counts_back
+        sums = self._before_back([self._summed(tensor, number > 0) for number, tensor in enumerate(tensors)])
+        if self.places.ep == 1:
+            # Without padding; a function of autograd should return no view.
+            return [], [total if len(total) == rows else total[:rows].clone() for total in sums]
+        cut = sum(send)
+        back, own = [total[:cut] for total in sums], [total[cut:] for total in sums]
+        if not self.direct:
+            stayed = [part[: len(self.stayed)] for part in own]
+            own = [part.new_zeros(rows, part.shape[1]).index_add_(0, self.stayed, part) for part in stayed]
+        return back, own
 
-    def own_tokens(self, sums: list[Tensor], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
-        """From sums that came back over the lane to tokens `[T, ...]`."""
-        rows = self.counts_back[2]
-        if self.places.ep > 1:  # sums by the token they are of
-            sums = [total.new_zeros(rows, total.shape[1]).index_add_(0, self.returned, total) for total in sums]
-        else:
-            sums = [total[:rows] for total in sums]
-        own = [total.to(dtype) for total, dtype in zip(self._after_back(sums), dtypes, strict=True)]
-        return all_gather_rows(own, even_sizes(self.tokens, self.groups.tp.size), self.groups.tp)
+    def _summed(self, tensor: Tensor, weights: bool) -> Tensor:
+        """Assignments `[a, ...]` added up by row: `[union, ...]`, rows in the order they go back in.
+
+        Sums are made in memory of their own, and packed after that: adding to parts of wider rows is several times
+        slower on a CPU.
+        """
+        tensor = tensor[: len(self.to)].to(self.plan.reduce_dtype or tensor.dtype)
+        total = tensor.new_zeros(self.union, self.choices if weights else tensor.shape[1])
+        if not weights:
+            return total.index_add_(0, self.to, tensor)
+        if self.choice is None:
+            return total.index_put_((self.to,), tensor)
+        return total.index_put_((self.to, self.choice), tensor[:, 0])
+
+    def own_tokens(
+        self, own: Sequence[Tensor], back: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, ...]:
+        """From sums of represented rows, and those that came back over the lane, to tokens `[T, ...]`."""
+        if self.places.ep > 1:
+            own = [total.index_add(0, self.returned, part) for total, part in zip(own, back, strict=True)]
+        result = [total.to(dtype) for total, dtype in zip(self._after_back(own), dtypes, strict=True)]
+        return all_gather_rows(result, even_sizes(self.tokens, self.groups.tp.size), self.groups.tp)
 
     def trip(self) -> Trip:
         """See `Route.trip`."""
@@ -126,16 +142,19 @@ class Lanes(Route):
 
     def _plan_rows(self, pool_index: Tensor) -> tuple[Tensor, Tensor]:
         """Notes what to send; returns the pool rows that are wanted here, and where their sums go."""
+        e = self.places.e
         wanted = self._wanted_of(self.represented, pool_index)
-        self.returned = wanted.t().nonzero()[:, 1]  # back come all, also those that were not sent
-        far = wanted.clone()
-        far[:, sorted(self.kept)] = False
-        self.send_rows = _within(self.represented, far.t().nonzero()[:, 1])
-        lengths = [self.table.rows[owner][self.places.e] for owner in self.near_owners]
+        self.stayed = wanted[:, e].nonzero()[:, 0]
+        self.returned = _without(wanted, [e]).t().nonzero()[:, 1]  # back come also those that were not sent
+        self.send_rows = _within(self.represented, _without(wanted, sorted(self.kept)).t().nonzero()[:, 1])
+        lengths = [self.table.rows[owner][e] for owner in self.near_owners]
         places = ranges([self._place_of(owner) for owner in self.near_owners], lengths, self.device)
         if not self.near_owners:
             return places, places
-        here = self._wanted_of(self.near_rows, pool_index)[:, self.places.e]
+        if self.direct:
+            start = sum(lengths[: self.near_owners.index(self.places.group(e)[0])])
+            places[start : start + len(self.stayed)] = self.stayed + sum(self.counts_back[0])
+        here = self._wanted_of(self.near_rows, pool_index)[:, e]
         return _within(self.near_rows, here.nonzero()[:, 0]), places
 
     def _wanted_of(self, rows: slice | Tensor, pool_index: Tensor) -> Tensor:
@@ -143,60 +162,59 @@ class Lanes(Route):
             return self.wanted[rows.start - self.held.start : rows.stop - self.held.start]
         return self.plan.wanted(pool_index.index_select(0, rows))
 
-    def _travel(self, pool: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What arrives over the lanes, a tensor for every one of the pool."""
+    def _with_far(self, pool: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The pool's tensors, and behind each what arrives over the lanes."""
         if self.places.all_near:
-            return [tensor[:0] for tensor in pool]
-        message = pack_rows(pool, self.send_rows)
-        (message,) = all_to_all_rows([message], self.send, self.receive, self.groups.ep)
-        return view_rows(self._after_lanes(message), pool)
+            return pool
+        room = self.room(pool)
+        out = room.arriving if self.longest_far is None else None
+        (message,) = all_to_all_rows([self.out(room)], self.send, self.receive, self.groups.ep, out=out)
+        return self.arrived(room, message)
 
-    def _picked(self, pool: Tensor, far: Tensor) -> Tensor:
-        """One row per assignment, copied once. A row of zeros where there is none.
+    def room(self, pool: Sequence[Tensor]) -> Room:
+        """The pool, with room for what arrives."""
+        longest = self.longest_far
+        return Room(pool, sum(self.receive) if longest is None else longest * self.places.etp)
+
+    def out(self, room: Room) -> Tensor:
+        """What goes out over the lanes."""
+        return room.held.index_select(0, self.send_rows)
+
+    def arrived(self, room: Room, message: Tensor) -> Sequence[Tensor]:
+        """The pool's tensors, each with what came over the lane of this rank, or of its `expt_tp` group."""
+        if self.longest_far is not None:
+            all_gather_padded(message, self.longest_far, self.groups.expt_tp, out=room.arriving)
+        elif message is not room.arriving:
+            room.arriving.copy_(message)
+        return room.tensors()
+
+    def _picked(self, rows: Tensor) -> Tensor:
+        """One row per assignment. A row of zeros where there is none.
 
         A family's forward may lose its graph without rows, and peers would wait for its backward; a row of
         zeros with weight zero keeps the graph and adds exactly nothing.
         """
-        near_count = len(self.from_pool)
-        count = near_count + len(self.from_far)
-        if count == 0:
-            return pool.new_zeros(1, pool.shape[1])
-        rows = pool.new_empty(count, pool.shape[1])
-        torch.index_select(pool, 0, self.from_pool, out=rows[:near_count])
-        torch.index_select(far, 0, self.from_far, out=rows[near_count:])
-        return rows
-
-    def _place(self, total: Tensor, tensor: Tensor, weights: bool) -> None:
-        """Adds assignments up by row, in zeros `[union, ...]`, rows in the order they go back in."""
-        tensor = tensor[: len(self.to)].to(total.dtype)
-        if not weights:
-            total.index_add_(0, self.to, tensor)
-        elif self.choice is None:
-            total.index_put_((self.to,), tensor)
-        else:
-            total.index_put_((self.to, self.choice), tensor[:, 0])
+        if len(self.source) == 0:
+            return rows.new_zeros(1, rows.shape[1])
+        return rows.index_select(0, self.source)
 
     @abstractmethod
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """From this rank's batch to the pool."""
 
     @abstractmethod
-    def _after_lanes(self, message: Tensor) -> Tensor:
-        """What `expt_tp` peers make of rows that arrived."""
-
-    @abstractmethod
     def _far(self) -> tuple[Tensor, Tensor]:
-        """Rows of that message, without padding, and where their sums go."""
+        """Rows of what arrives, without padding, and where their sums go."""
 
     @abstractmethod
     def _place_of(self, owner: int) -> int:
         """Where the sums of an owner's rows start."""
 
-    def _before_back(self, sums: list[Tensor]) -> list[Tensor]:
+    def _before_back(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
         """What `expt_tp` peers make of sums `[union, ...]` before they go back over the lanes."""
         return sums
 
-    def _after_back(self, sums: list[Tensor]) -> list[Tensor]:
+    def _after_back(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
         """What they make of those that came back, to have this rank's own tokens `[t, ...]`."""
         return sums
 
@@ -207,36 +225,44 @@ class _LanesTrip(Trip):
     def __init__(self, route: Lanes) -> None:
         self.route = route
         self.dtype = torch.float32
-        self.pool: Sequence[Tensor] = ()
+        self.own: Sequence[Tensor] = ()
+        self.room: Room | None = None
 
     def out(self, tensor: Tensor) -> Flight:
         route = self.route
         self.dtype = tensor.dtype
-        _, sums = route._message([tensor])
-        route._place(sums[0], tensor, weights=False)
-        (total,) = route._before_back(sums)
-        send, receive, _ = route.counts_back
+        back, self.own = route._add_up([tensor])
         if route.places.ep == 1:
-            return landed(total)
-        return start_all_to_all(total[: sum(send)], send, receive, route.groups.ep)
+            return landed(tensor[:0])
+        send, receive, _ = route.counts_back
+        return start_all_to_all(back[0], send, receive, route.groups.ep)
 
     def arrive(self, tensor: Tensor) -> Tensor:
-        return self.route.own_tokens([tensor], [self.dtype])[0]
+        own, self.own = self.own, ()
+        return self.route.own_tokens(own, [tensor], [self.dtype])[0]
 
     def back(self, grad: Tensor) -> Flight:
         route = self.route
-        self.pool = route._pool([grad.contiguous()])
+        pool = route._pool([grad.contiguous()])
+        self.room = route.room(pool)
         if route.places.all_near:
-            return landed(self.pool[0][:0])
-        message = pack_rows(self.pool, route.send_rows)
+            return landed(pool[0][:0])
+        message = route.out(self.room)
         if route.places.ep == 1:
             return landed(message)
         return start_all_to_all(message, route.send, route.receive, route.groups.ep)
 
     def arrive_back(self, tensor: Tensor) -> Tensor:
-        route, pool, self.pool = self.route, self.pool, ()
-        far = tensor if route.places.all_near else view_rows(route._after_lanes(tensor), pool)[0]
-        return route._picked(pool[0], far)
+        room, self.room = self.room, None
+        assert room is not None
+        return self.route._picked(self.route.arrived(room, tensor)[0])
+
+
+def _without(wanted: Tensor, columns: Sequence[int]) -> Tensor:
+    """A mask in which nobody wants anything of some ep indices."""
+    wanted = wanted.clone()
+    wanted[:, columns] = False
+    return wanted
 
 
 def _within(rows: slice | Tensor, picked: Tensor) -> Tensor:
@@ -253,7 +279,7 @@ class AllToAll(BasePlan):
         """See `Plan.dispatch`. The host has to know counts here, so rows are never marked."""
         route, tokens = self.route(self, index), len(x)
         x, index, weights = dispatch(route, x, index, weights)
-        return Rows(x, index, weights, None, len(x), tokens, route)
+        return Rows(x, index, weights, None, len(x), tokens, route, by_expert=self.groups.topology.ep > 1)
 
     def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
         """See `Plan.combine`."""

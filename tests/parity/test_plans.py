@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.launcher import Launcher
@@ -50,8 +52,10 @@ def test_every_plan(launcher: Launcher, place: tuple[str, tuple[int, int, int]],
     plan, (tp, etp, ep) = place
     stage = (PLACES.index(place) + list(RECIPES).index(case)) % 4
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan)
-    recipe = RECIPES[case]
-    recipe = Recipe(**{**vars(recipe), "dp": layout.dp})
+    # Rows that come expert by expert have a forward of their own under grouped_mm: with no rows too.
+    grouped = case == "one token" or (case == "uneven" and PLACES.index(place) % 2)
+    implementation = "grouped_mm" if grouped else "eager"
+    recipe = replace(RECIPES[case], dp=layout.dp, implementation=implementation)
     run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
     assert_equal_runs(run, train_unsharded(recipe))
 
