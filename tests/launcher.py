@@ -16,7 +16,7 @@ from typing import Any
 
 # A process that has the libraries imported forks the workers, so they start in well under a second.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.worker"])
+_CONTEXT.set_forkserver_preload(["tests.preload"])
 # A rank that failed leaves its peers waiting in a collective; their own errors, if any, come soon after.
 _GRACE = 5.0
 # DeepSpeed never lets go of a ZeRO-3 engine, nor that of its process groups and their threads: a worker that has run

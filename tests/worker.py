@@ -22,9 +22,6 @@ import transformers
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 
-# transformers imports models when they are first used: here, they are in every fork.
-from transformers import MixtralForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
-
 import ds_etp
 import ds_etp.extension
 
