@@ -11,6 +11,11 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# DeepSpeed decorates its Muon with torch.compile when it makes the first engine, which would bring all of Inductor:
+# seconds in every process. Nothing that is tested is compiled.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# The same ninja for all, the environment's own: one of another version takes what is compiled for out of date.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 # Where `make` has compiled DeepSpeed's collectives. Compiling them elsewhere takes a minute, and a rank that is killed
 # meanwhile leaves a lock that every later run waits for.
 _COMPILED = Path(sys.prefix) / "torch_extensions"

@@ -7,8 +7,7 @@ import importlib
 
 import tests.worker  # noqa: F401
 
-# DeepSpeed imports these when it makes its first engine, transformers a model when it is first used. The first one
-# decorates with torch.compile, which brings all of Inductor: seconds in each new worker.
+# DeepSpeed imports these when it makes its first engine, transformers a model when it is first used.
 _LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",

@@ -79,8 +79,6 @@ def launch(command: list[str]) -> tuple[int, str]:
     environment |= {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        # ninja, which DeepSpeed compiles its CPU collectives with, is in the same environment.
-        "PATH": f"{BIN}{os.pathsep}{environment.get('PATH', '')}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")])),
     }
     if ON_CPU:
