@@ -37,6 +37,8 @@ def main(rank: int, pipe: Connection, log: str) -> None:
     sys.stdout = sys.stderr = stream
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     torch.set_num_threads(1)
+    # DeepSpeed's ZeRO-3 writes out every parameter for a message that it then doesn't print.
+    torch.set_printoptions(threshold=0, edgeitems=1)
     transformers.logging.set_verbosity_error()
     gc.freeze()  # half a million objects of the libraries, which every collection would walk
     while True:

@@ -103,7 +103,7 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
     layouts = expert_layouts(engine.module)
     own = {
         hf_name(engine.module, name): (
-            read(parameter).detach().float().cpu().contiguous(),
+            read(parameter).detach().float().cpu().contiguous().numpy(),
             layouts.get(name),
             getattr(parameter, "ds_autotp_universal_checkpoint_meta", {}).get("partition_dim"),
         )
@@ -114,7 +114,7 @@ def full_tensors(engine: Any, read: Any) -> dict[str, Tensor]:
     full: dict[str, Tensor] = {}
     for ranks in (range(start, start + world // stages) for start in range(0, world, world // stages)):
         for name, (_, layout, dim) in by_rank[ranks[0]].items():
-            parts = {rank: by_rank[rank][name][0] for rank in ranks}
+            parts = {rank: torch.from_numpy(by_rank[rank][name][0]) for rank in ranks}
             if layout is None and dim is None:
                 _assert_same(name, parts, [tuple(ranks)])
                 found = parts[ranks[0]]
