@@ -55,8 +55,14 @@ def train_with_client_optimizer(recipe: Recipe, stage: int, how: str) -> Any:
     return run, len(marked), {group["name"] for group in marked}
 
 
-@pytest.mark.parametrize("how", ["groups", "callable", "object"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+# Every way where each kind of optimizer is: none of ZeRO's, that of stages 1 and 2, which take turns, and ZeRO-3's.
+WAYS = [
+    *((stage, how) for stage in (0, 3) for how in ("groups", "callable", "object")),
+    *((1, "groups"), (2, "callable"), (1, "object")),
+]
+
+
+@pytest.mark.parametrize(("stage", "how"), WAYS)
 def test_trains_the_experts_in_groups_of_their_own(launcher: Launcher, stage: int, how: str) -> None:
     """Parity, with the experts' groups marked for ZeRO."""
     recipe = Recipe(dp=2, optimizer="adamw")
@@ -78,7 +84,7 @@ def train_with_schedule(stage: int, passed: bool) -> Any:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(recipe, stage), **arguments)
     experts = {name for name, _ in expert_parameters(engine.module)}
     history = [full_tensors(engine, weight)]
-    for step in range(4):
+    for step in range(3):
         engine.backward(engine(**recipe.batch(step, 0, dist.get_rank() // 2)).loss)
         engine.step()
         if not passed:
