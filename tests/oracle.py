@@ -43,7 +43,7 @@ class Recipe:
     family: str = "mixtral"
     optimizer: str = "sgd"
     dp: int = 1
-    steps: int = 4
+    steps: int = 3
     accumulate: int = 1
     clip: float = 0.5
     lengths: tuple[int, ...] = ()

@@ -289,7 +289,7 @@ def test_a_name_taken_for_other_ranks(launcher: Launcher, refuse: Callable[[], s
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_engines_side_by_side(launcher: Launcher, stage: int) -> None:
-    recipes = [Recipe(seed=7, dp=2), Recipe(seed=8, dp=2)]
+    recipes = [Recipe(seed=seed, dp=2, steps=4) for seed in (7, 8)]
     layouts = [Layout(2, etp=2, stage=stage), Layout(2, ep=2, stage=stage)]
     did = launcher.run(2, train_two_engines, recipes=recipes, layouts=layouts)[0]
     assert [len(steps) for steps in did] == [2, 4]

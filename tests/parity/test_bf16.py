@@ -60,7 +60,7 @@ def test_bf16(
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dtype="bf16", extra=extra)
     others = tuple(item for item in extra if item[0] != "expert_tensor_parallel")
     plain = Layout(world=layout.dp, stage=stage, dtype="bf16", with_block=False, extra=others)
-    recipe = Recipe(dp=layout.dp, optimizer="sgd", changes=EVERY_EXPERT)
+    recipe = Recipe(dp=layout.dp, optimizer="sgd", steps=4, changes=EVERY_EXPERT)
     truth = train_unsharded(recipe)
     got = errors(launcher.run(4, train, recipe=recipe, layout=layout)[0], truth)
     allowed = errors(launcher.run(plain.world, train, recipe=recipe, layout=plain)[0], truth)

@@ -21,7 +21,11 @@ from tests.tolerances import TENSOR, assert_equal_runs
 
 SAVED = 2
 RECIPE = Recipe(
-    optimizer="adamw", dp=2, accumulate=2, changes=(("output_router_logits", False), ("tie_word_embeddings", True))
+    optimizer="adamw",
+    dp=2,
+    steps=2 * SAVED,
+    accumulate=2,
+    changes=(("output_router_logits", False), ("tie_word_embeddings", True)),
 )
 # An engine that loads begins with other weights than the one that saved.
 OTHER = replace(RECIPE, seed=99)

@@ -54,7 +54,7 @@ BF16 = {"0": {}, "1": {}, "1, fp32 sums": {"data_types": {"grad_accum_dtype": "f
 @pytest.mark.parametrize("kind", BF16)
 def test_bf16(launcher: Launcher, kind: str) -> None:
     """As near to fp32 as the same pipeline without split experts; the gradient of a router that flips is not."""
-    recipe = Recipe(dp=2, accumulate=2, changes=TIED)
+    recipe = Recipe(dp=2, steps=4, accumulate=2, changes=TIED)
     found = []
     for with_block in (True, False):
         extra = tuple(BF16[kind].items())

@@ -19,7 +19,7 @@ def test_bf16(launcher: Launcher, stage: int, tp: int) -> None:
     """Losses, norms, gradients and weights of four clipped steps."""
     layout = Layout(world=4, tp=tp, sp=2, etp=2, ep=2, stage=stage, dtype="bf16")
     plain = Layout(world=layout.dp, stage=stage, dtype="bf16", with_block=False)
-    recipe = Sequences(dp=layout.dp, changes=(*Sequences().changes, *EVERY_EXPERT))
+    recipe = Sequences(dp=layout.dp, steps=4, changes=(*Sequences().changes, *EVERY_EXPERT))
     truth = train_unsharded(recipe)
     got = errors(launcher.run(4, train, recipe=recipe, layout=layout)[0], truth)
     allowed = errors(launcher.run(plain.world, train, recipe=recipe, layout=plain)[0], truth)

@@ -13,7 +13,7 @@ from tests.sharded import Layout
 from tests.tolerances import LOSS, NORM
 
 HALF = 2
-RECIPE = Sequences(optimizer="adamw", dp=2)
+RECIPE = Sequences(optimizer="adamw", dp=2, steps=2 * HALF)
 SPLIT = Layout(world=4, sp=2, etp=2, ep=2, stage=1)
 
 
