@@ -104,7 +104,7 @@ class Lanes(Route):
         send, _, rows = self.counts_back
         sums = self._before_back([self._summed(tensor, number > 0) for number, tensor in enumerate(tensors)])
         if self.places.ep == 1:
-            # Without padding; a function of autograd should return no view.
+            # Without padding, and no views: see `own_tokens`.
             return [], [total if len(total) == rows else total[:rows].clone() for total in sums]
         cut = sum(send)
         back, own = [total[:cut] for total in sums], [total[cut:] for total in sums]
@@ -131,7 +131,7 @@ class Lanes(Route):
         self, own: Sequence[Tensor], back: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> tuple[Tensor, ...]:
         """From sums of represented rows, and those that came back over the lane, to tokens `[T, ...]`."""
-        if self.places.ep > 1:
+        if self.places.ep > 1:  # not in place: they are views, and a function of autograd should return none
             own = [total.index_add(0, self.returned, part) for total, part in zip(own, back, strict=True)]
         result = [total.to(dtype) for total, dtype in zip(self._after_back(own), dtypes, strict=True)]
         return all_gather_rows(result, even_sizes(self.tokens, self.groups.tp.size), self.groups.tp)
@@ -226,6 +226,7 @@ class _LanesTrip(Trip):
         self.route = route
         self.dtype = torch.float32
         self.own: Sequence[Tensor] = ()
+        self.pool: Sequence[Tensor] = ()
         self.room: Room | None = None
 
     def out(self, tensor: Tensor) -> Flight:
@@ -243,25 +244,25 @@ class _LanesTrip(Trip):
 
     def back(self, grad: Tensor) -> Flight:
         route = self.route
-        pool = route._pool([grad.contiguous()])
-        self.room = route.room(pool)
+        self.pool = route._pool([grad.contiguous()])
         if route.places.all_near:
-            return landed(pool[0][:0])
+            return landed(grad[:0])
+        self.room = route.room(self.pool)
         message = route.out(self.room)
         if route.places.ep == 1:
             return landed(message)
         return start_all_to_all(message, route.send, route.receive, route.groups.ep)
 
     def arrive_back(self, tensor: Tensor) -> Tensor:
-        room, self.room = self.room, None
-        assert room is not None
-        return self.route._picked(self.route.arrived(room, tensor)[0])
+        pool, room, self.pool, self.room = self.pool, self.room, (), None
+        return self.route._picked((pool if room is None else self.route.arrived(room, tensor))[0])
 
 
 def _without(wanted: Tensor, columns: Sequence[int]) -> Tensor:
     """A mask in which nobody wants anything of some ep indices."""
     wanted = wanted.clone()
-    wanted[:, columns] = False
+    for column in columns:  # a list as an index would be copied to the device
+        wanted[:, column] = False
     return wanted
 
 

@@ -60,6 +60,7 @@ def test_every_plan(launcher: Launcher, place: tuple[str, tuple[int, int, int]],
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.compat  # transformers' grouped forward, and the parts of it that sorted rows run, change between releases
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("plan", ["allgather", "alltoall", "alltoall_gather_first"])
 def test_grouped_mm(launcher: Launcher, plan: str, family: str) -> None:
