@@ -74,7 +74,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(world=stage * pp, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
 
 
-@settings(max_examples=3000, deadline=None, derandomize=True, database=None)
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(topologies())
 def test_properties(topology: Topology) -> None:
     sizes: dict[GroupKind, int] = {
