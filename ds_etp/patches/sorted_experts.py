@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
+from ds_etp.experts import ShardedExperts
 from ds_etp.layouts import ExpertsLayout
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,10 +25,26 @@ _ARGUMENTS = ["input", "weight", "offs", "bias", "is_transposed"]
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
-def _grouped_linear() -> Callable[..., Tensor] | None:
-    """Rows `[a, in]`, by expert, times weights of each expert: `[a, out]`. None in other releases."""
-    found: Any = getattr(moe, "_grouped_linear", None)
-    return found if found is not None and list(inspect.signature(found).parameters) == _ARGUMENTS else None
+@cache
+def _is_grouped_linear(function: Any) -> bool:
+    """Whether a function takes rows `[a, in]`, by expert, and weights of each expert, as `_forward` gives them."""
+    return function is not None and list(inspect.signature(function).parameters) == _ARGUMENTS
+
+
+@cache
+def _chooses(forward: Any) -> bool:
+    """Whether a forward is the one that `use_experts_implementation` makes, which runs what the config names.
+
+    Not where a class has a forward of its own around that one: it has its reasons.
+    """
+    interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
+    return interface is moe.ALL_EXPERTS_FUNCTIONS
+
+
+def _family_forward(module: nn.Module) -> Any:
+    """The forward of a module's own class, split or not."""
+    families = (kind for kind in type(module).__mro__ if not issubclass(kind, ShardedExperts))
+    return next(vars(kind)["forward"] for kind in families if "forward" in vars(kind))
 
 
 def sorted_forward(module: nn.Module, layout: ExpertsLayout) -> Forward | None:
@@ -36,11 +54,12 @@ def sorted_forward(module: nn.Module, layout: ExpertsLayout) -> Forward | None:
     """
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     own = getattr(moe, "grouped_mm_experts_forward", None)
-    linear = _grouped_linear()
+    linear: Any = getattr(moe, "_grouped_linear", None)
     if (
-        linear is None
+        implementation != "grouped_mm"
         or own is None
-        or implementation != "grouped_mm"
+        or not _is_grouped_linear(linear)
+        or not _chooses(_family_forward(module))
         or moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is not own
         or layout.adapter is not None
         or not all(hasattr(module, flag) for flag in _FLAGS)

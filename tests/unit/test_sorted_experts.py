@@ -67,6 +67,11 @@ def test_only_where_the_family_would_sort(monkeypatch: pytest.MonkeyPatch) -> No
     module.has_post_expert_norm = True  # type: ignore[assignment]
     assert sorted_forward(module, layout) is None
     module.has_post_expert_norm = False  # type: ignore[assignment]
+    # A class of the user's, with more to do.
+    family = type(module)
+    module.__class__ = type("Scaled", (family,), {"forward": lambda self, *rows: 2 * family.forward(self, *rows)})
+    assert sorted_forward(module, layout) is None
+    module.__class__ = type("Renamed", (family,), {})
     # A release whose multiplication is called otherwise, and an implementation of the user's under the same name.
     with monkeypatch.context() as changed:
         changed.setattr(sorted_experts.moe, "_grouped_linear", lambda rows, weights: rows)
