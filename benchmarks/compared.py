@@ -135,10 +135,11 @@ def plans(samples: dict[Key, Samples]) -> str:
             for (of, case), row in samples.items()
             if of == shape and case.name.startswith(f"{layout}:") and row.step
         }
-        taken = next((plan for plan, row in own.items() if plan != "auto" and row.plan == own["auto"].plan), None)
+        named = [plan for plan in own if plan != "auto"]
+        taken = next((plan for plan in named if "auto" in own and own[plan].plan == own["auto"].plan), None)
         if taken is None:
             continue
-        best = min((plan for plan in own if plan != "auto"), key=lambda plan: typical(own[plan].forward_backward))
+        best = min(named, key=lambda plan: typical(own[plan].forward_backward))
         times = ", ".join(f"{plan} {typical(row.forward_backward) * 1e3:.0f}" for plan, row in own.items())
         shares = [f"{ratio(own[one], own[other]):.2f}" for one, other in ((taken, best), ("auto", taken))]
         rows.append((shape, layout, taken, best, *shares, times))

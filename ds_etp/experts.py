@@ -36,8 +36,8 @@ class Shard:
             experts implementations only; None: it never does.
         recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
         beside: the block's shared experts, where they run while tokens travel.
-        sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them;
-            None where it has none.
+        sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them, if
+            it has such a thing; None: it never has.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Shard:
     takes_marks: Callable[[nn.Module], bool] | None = None
     recompute: bool = False
     beside: Beside | None = None
-    sorted_forward: Callable[[nn.Module, ExpertsLayout], Callable[..., Tensor] | None] | None = None
+    sorted_forward: Callable[[Any], Callable[..., Tensor] | None] | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
@@ -83,15 +83,16 @@ class ShardedExperts:
     def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Rows]:
         """Partial outputs for the rows this rank's experts work on, and the plan's notes of them."""
         noted: list[Rows] = []
+        shard = self.ds_etp_shard
 
         def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            rows = self.ds_etp_shard.plan.dispatch(x, index, weights, marked=marks(self))
+            rows = shard.plan.dispatch(x, index, weights, marked=marks(self))
             if not noted:
                 noted.append(rows.without_tensors())
-            forward = sorted_forward(self) if rows.by_expert else None
+            forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
             return (forward or self.on_local_rows)(rows.x, rows.index, rows.weights)
 
-        if not (self.ds_etp_shard.recompute and torch.is_grad_enabled()):
+        if not (shard.recompute and torch.is_grad_enabled()):
             return run(x, index, weights), noted[0]
         return checkpoint(run, x, index, weights, use_reentrant=False), noted[0]
 
@@ -105,12 +106,6 @@ def marks(module: Any) -> bool:
     """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
     takes_marks = module.ds_etp_shard.takes_marks
     return takes_marks is not None and takes_marks(module)
-
-
-def sorted_forward(module: Any) -> Callable[..., Tensor] | None:
-    """A sharded module's forward for rows that come expert by expert, if it has one now."""
-    shard: Shard = module.ds_etp_shard
-    return None if shard.sorted_forward is None else shard.sorted_forward(module, shard.layout)
 
 
 def _added_once(name: str) -> property:

@@ -44,7 +44,7 @@ def make_shard(
         takes_marks=takes_marks if static else None,
         recompute=block.recompute,
         beside=beside,
-        sorted_forward=sorted_forward,
+        sorted_forward=sorted_forward if layout.adapter is None else None,
     )
 
 

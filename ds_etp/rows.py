@@ -93,9 +93,12 @@ def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peer
 
 
 def all_gather_padded(message: Tensor, longest: int, peers: Peers, out: Tensor | None = None) -> Tensor:
-    """Every peer's rows, peer i's from row `i * longest` on, in `out` where given. Beyond a peer's own is anything."""
+    """Every peer's rows, peer i's from row `i * longest` on. Rows beyond a peer's own hold anything.
+
+    `out`: where they go, if there is a message.
+    """
     if peers.size == 1:
-        return message if out is None else out.copy_(message)
+        return message
     if out is None:
         out = message.new_empty(longest * peers.size, *message.shape[1:])
     all_gather_single(out, pad_rows(message, longest), group=peers.group)
@@ -233,7 +236,7 @@ def all_to_all_rows(
 ) -> tuple[Tensor, ...]:
     """Sends consecutive runs of rows to the peers, in peer order, and returns what they sent.
 
-    `out`: where it goes, of one tensor, if there is a message.
+    `out`: where it goes, if there is a message, of one tensor.
     """
     if peers.size == 1:
         return tuple(tensors)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from ds_etp.experts import ShardedExperts
-from ds_etp.layouts import ExpertsLayout
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ARGUMENTS = ["input", "weight", "offs", "bias", "is_transposed"]
@@ -47,21 +46,18 @@ def _family_forward(module: nn.Module) -> Any:
     return next(vars(kind)["forward"] for kind in families if "forward" in vars(kind))
 
 
-def sorted_forward(module: nn.Module, layout: ExpertsLayout) -> Forward | None:
+def sorted_forward(module: nn.Module) -> Forward | None:
     """`forward(x [a, H], index [a, 1], weights [a, 1])` to `[a, H]`, for rows in the order of their local index.
 
     None where the module would not run transformers' own `grouped_mm` now, or does something of its own beside it.
     """
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    own = getattr(moe, "grouped_mm_experts_forward", None)
     linear: Any = getattr(moe, "_grouped_linear", None)
     if (
         implementation != "grouped_mm"
-        or own is None
         or not _is_grouped_linear(linear)
         or not _chooses(_family_forward(module))
-        or moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is not own
-        or layout.adapter is not None
+        or moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is not moe.grouped_mm_experts_forward
         or not all(hasattr(module, flag) for flag in _FLAGS)
         or getattr(module, "has_post_expert_norm", False)
     ):

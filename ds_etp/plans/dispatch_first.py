@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ds_etp.plans.lanes import AllToAll, Lanes
+from ds_etp.plans.lanes import AllToAll, Lanes, without
 from ds_etp.rows import ranges, reduce_scatter_padded
 
 
@@ -21,16 +21,16 @@ class _Route(Lanes):
         at, rows = self.places, self.table.rows
         self.represented, self.near_rows = self.own, self.held
         self.near_owners, self.kept, self.direct = at.near, at.near_ep, at.etp == 1
-        self.send = [0 if e in self.kept else rows[at.place][e] for e in range(at.ep)]
-        self.receive = [0 if e in self.kept else rows[e * at.etp + at.j][at.e] for e in range(at.ep)]
+        here = [rows[e * at.etp + at.j][at.e] for e in range(at.ep)]  # wanted at this ep index, by who owns it
+        self.send, self.receive = without(rows[at.place], self.kept), without(here, self.kept)
         self._far_owners = [[e * at.etp + j for e in range(at.ep) if e not in self.kept] for j in range(at.etp)]
         far = [sum(rows[owner][at.e] for owner in lane) for lane in self._far_owners]
         self.longest_far = max(far) if at.etp > 1 else None
         self._longest = max(sum(rows[e * at.etp + j][at.e] for e in range(at.ep)) for j in range(at.etp))
-        send = [rows[e * at.etp + at.j][at.e] if e != at.e else 0 for e in range(at.ep)]
-        receive = [count if e != at.e else 0 for e, count in enumerate(rows[at.place])]
-        self.union = sum(send) + self.sizes[at.place] if self.direct else self._longest * at.etp
-        self.counts_back = send, receive, self.sizes[at.place]
+        self.counts_back = without(here, {at.e}), without(rows[at.place], {at.e}), self.sizes[at.place]
+        self.union = self._longest * at.etp
+        if self.direct:
+            self.union = sum(self.counts_back[0]) + self.sizes[at.place]
 
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
@@ -49,8 +49,9 @@ class _Route(Lanes):
     def _place_of(self, owner: int) -> int:
         at = self.places
         e, j = divmod(owner, at.etp)
-        before = [other for other in range(at.ep) if (other == at.e, other) < (e == at.e, e)]  # this rank's own last
-        return j * self._longest + sum(self.table.rows[other * at.etp + j][at.e] for other in before)
+        end = at.ep if e == at.e else e  # this rank's own come last
+        before = sum(self.table.rows[other * at.etp + j][at.e] for other in range(end) if other != at.e)
+        return j * self._longest + before
 
     def _before_back(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
         return reduce_scatter_padded(sums, self._longest, self.groups.expt_tp)

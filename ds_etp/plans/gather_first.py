@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_etp.plans.lanes import AllToAll, Lanes
+from ds_etp.plans.lanes import AllToAll, Lanes, without
 from ds_etp.rows import all_gather_padded, pack_rows, ranges, reduce_scatter_rows, view_rows
 
 
@@ -28,12 +28,10 @@ class _Route(Lanes):
             self.near_owners, self.kept = list(at.group(at.e)), {at.e}
             starts = [j * max(self._owned) for j in range(at.etp)]
             self.represented = self.near_rows = ranges(starts, self._owned, self.device)
-        self.send = [0 if e in self.kept else self._counts[at.e][e] for e in range(at.ep)]
-        self.receive = [0 if e in self.kept else self._counts[e][at.e] for e in range(at.ep)]
-        send = [counts[at.e] if e != at.e else 0 for e, counts in enumerate(self._counts)]
-        receive = [count if e != at.e else 0 for e, count in enumerate(self._counts[at.e])]
-        self.union = sum(send) + sum(self._owned)
-        self.counts_back = send, receive, sum(self._owned)
+        here = [counts[at.e] for counts in self._counts]  # wanted at this ep index, by who owns it
+        self.send, self.receive = without(self._counts[at.e], self.kept), without(here, self.kept)
+        self.counts_back = without(here, {at.e}), without(self._counts[at.e], {at.e}), sum(self._owned)
+        self.union = sum(self.counts_back[0]) + sum(self._owned)
 
     def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.places.near:

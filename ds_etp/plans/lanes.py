@@ -8,7 +8,7 @@ hold slices of the same experts, share rows and merge partial results among them
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -18,13 +18,7 @@ from ds_etp.flights import Flight, Trip, landed, start_all_to_all
 from ds_etp.plans.base import BasePlan, Rows
 from ds_etp.plans.exchange import Places, Route, Table, combine, dispatch, owned_rows
 from ds_etp.plans.room import Room
-from ds_etp.rows import (
-    all_gather_padded,
-    all_gather_rows,
-    all_to_all_rows,
-    even_sizes,
-    ranges,
-)
+from ds_etp.rows import all_gather_padded, all_gather_rows, all_to_all_rows, even_sizes, ranges
 
 
 class Lanes(Route):
@@ -89,7 +83,7 @@ class Lanes(Route):
 
     def spread(self, tensor: Tensor) -> Tensor:
         """See `Route.spread`."""
-        return self._picked(self._with_far(self._pool([tensor.contiguous()]))[0])
+        return self._picked(self._with_far(self._pool([tensor]))[0])
 
     def collect(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See `Route.collect`."""
@@ -144,9 +138,11 @@ class Lanes(Route):
         """Notes what to send; returns the pool rows that are wanted here, and where their sums go."""
         e = self.places.e
         wanted = self._wanted_of(self.represented, pool_index)
-        self.stayed = wanted[:, e].nonzero()[:, 0]
-        self.returned = _without(wanted, [e]).t().nonzero()[:, 1]  # back come also those that were not sent
-        self.send_rows = _within(self.represented, _without(wanted, sorted(self.kept)).t().nonzero()[:, 1])
+        own_last = torch.cat([wanted[:, :e], wanted[:, e + 1 :], wanted[:, e : e + 1]], dim=1).t().nonzero()[:, 1]
+        back = sum(self.counts_back[1])
+        self.returned, self.stayed = own_last[:back], own_last[back:]  # back come also those that were not sent
+        sent = self.returned if self.kept == {e} else _sent(wanted, self.kept)
+        self.send_rows = _within(self.represented, sent)
         lengths = [self.table.rows[owner][e] for owner in self.near_owners]
         places = ranges([self._place_of(owner) for owner in self.near_owners], lengths, self.device)
         if not self.near_owners:
@@ -244,7 +240,7 @@ class _LanesTrip(Trip):
 
     def back(self, grad: Tensor) -> Flight:
         route = self.route
-        self.pool = route._pool([grad.contiguous()])
+        self.pool = route._pool([grad])
         if route.places.all_near:
             return landed(grad[:0])
         self.room = route.room(self.pool)
@@ -258,12 +254,17 @@ class _LanesTrip(Trip):
         return self.route._picked((pool if room is None else self.route.arrived(room, tensor))[0])
 
 
-def _without(wanted: Tensor, columns: Sequence[int]) -> Tensor:
-    """A mask in which nobody wants anything of some ep indices."""
+def without(counts: Sequence[int], indices: Container[int]) -> list[int]:
+    """Counts by ep index, with none at some of them."""
+    return [0 if e in indices else count for e, count in enumerate(counts)]
+
+
+def _sent(wanted: Tensor, kept: set[int]) -> Tensor:
+    """Rows of `[n, ep]` that are wanted at other ep indices than some, by ep index."""
     wanted = wanted.clone()
-    for column in columns:  # a list as an index would be copied to the device
-        wanted[:, column] = False
-    return wanted
+    for e in kept:  # a list as an index would be copied to the device
+        wanted[:, e] = False
+    return wanted.t().nonzero()[:, 1]
 
 
 def _within(rows: slice | Tensor, picked: Tensor) -> Tensor:

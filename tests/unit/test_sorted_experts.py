@@ -50,7 +50,7 @@ def test_as_the_familys_own(family: str, rows: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(len(index), 32, generator=generator)
     weights = torch.rand(len(index), 1, generator=generator)
-    forward = sorted_forward(module, layout)
+    forward = sorted_forward(module)
     assert forward is not None
     found, wanted = run(module, forward, x, index, weights), run(module, module, x, index, weights)
     assert len(found) == len(wanted) == 3 + len(list(module.parameters()))
@@ -60,23 +60,23 @@ def test_as_the_familys_own(family: str, rows: list[int]) -> None:
 
 
 def test_only_where_the_family_would_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, layout = experts_of("mixtral")
-    assert sorted_forward(module, layout) is not None
+    module, _ = experts_of("mixtral")
+    assert sorted_forward(module) is not None
     for implementation in ("eager", "batched_mm"):
-        assert sorted_forward(*experts_of("mixtral", implementation)) is None
+        assert sorted_forward(experts_of("mixtral", implementation)[0]) is None
     module.has_post_expert_norm = True  # type: ignore[assignment]
-    assert sorted_forward(module, layout) is None
+    assert sorted_forward(module) is None
     module.has_post_expert_norm = False  # type: ignore[assignment]
     # A class of the user's, with more to do.
     family = type(module)
     module.__class__ = type("Scaled", (family,), {"forward": lambda self, *rows: 2 * family.forward(self, *rows)})
-    assert sorted_forward(module, layout) is None
+    assert sorted_forward(module) is None
     module.__class__ = type("Renamed", (family,), {})
     # A release whose multiplication is called otherwise, and an implementation of the user's under the same name.
     with monkeypatch.context() as changed:
         changed.setattr(sorted_experts.moe, "_grouped_linear", lambda rows, weights: rows)
-        assert sorted_forward(module, layout) is None
+        assert sorted_forward(module) is None
     with monkeypatch.context() as changed:
         changed.setitem(sorted_experts.moe.ALL_EXPERTS_FUNCTIONS, "grouped_mm", lambda *_: None)
-        assert sorted_forward(module, layout) is None
-    assert sorted_forward(module, layout) is not None
+        assert sorted_forward(module) is None
+    assert sorted_forward(module) is not None
