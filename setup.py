@@ -59,7 +59,7 @@ setup(
         "peft": [f"peft>={tested('PEFT_MIN')},{up_to_patches_of(tested('PEFT_MAX'))}"],
         "examples": ["accelerate", "datasets", "matplotlib", "tokenizers", "tqdm"],
     },
-    entry_points={"console_scripts": ["ds-etp = ds_etp.cli:main"]},
+    entry_points={"console_scripts": ["ds-etp = ds_etp.cli.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -52,9 +52,9 @@ def groups(folder: str, worlds: list[int]) -> list[dict[str, float]]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ds_etp.groups import ExpertGroups
-    from ds_etp.topology import GROUP_KINDS, Topology
-    from ds_etp.wire import choose_plan
+    from ds_etp.dispatch.cost import choose_plan
+    from ds_etp.parallel.process_groups import ExpertGroups
+    from ds_etp.parallel.topology import GROUP_KINDS, Topology
 
     rows = []
     for world in worlds:

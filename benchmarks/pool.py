@@ -233,7 +233,7 @@ def _serve() -> None:
     build_shm_op()  # compiled here, by one process, where it isn't yet: a killed rank would leave a lock behind
 
     importlib.import_module("benchmarks.timing")
-    importlib.import_module("ds_etp.extension")
+    importlib.import_module("ds_etp.engine")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel("WARNING")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.recorder import Recording, record
-from ds_etp.topology import Topology
-from ds_etp.wire import choose_plan, megatron_rows, tokens_are_replicated, traffic
+from ds_etp.dispatch.cost import choose_plan, megatron_rows, tokens_are_replicated, traffic
+from ds_etp.parallel.topology import Topology
 
 EXPERTS = 64
 HIDDEN = 64
@@ -33,8 +33,8 @@ def recorded(sizes: list[int], per_token: int, folder: str, owned: int = OWNED) 
     import torch.distributed as dist
     from deepspeed.utils import groups as host
 
-    from ds_etp.groups import ExpertGroups
-    from ds_etp.plans import PLANS
+    from ds_etp.dispatch.registry import PLANS
+    from ds_etp.parallel.process_groups import ExpertGroups
 
     topology = topology_of((sizes[0], sizes[1], sizes[2]))
     if topology.tp > 1:

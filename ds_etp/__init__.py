@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_etp import pipeline
+    from ds_etp.checkpoint.api import load_checkpoint, save_checkpoint
+    from ds_etp.checkpoint.export_api import save_pretrained
+    from ds_etp.engine import register, unregister
     from ds_etp.errors import CheckpointError, ConfigError
-    from ds_etp.extension import register, unregister
-    from ds_etp.families import register_layout
-    from ds_etp.fused import fuse_experts
-    from ds_etp.layouts import Cut
-    from ds_etp.patches.checkpoints import load_checkpoint, save_checkpoint
-    from ds_etp.patches.exports import save_pretrained
-    from ds_etp.pretrained import from_pretrained
-    from ds_etp.topology import Topology
+    from ds_etp.experts.fuse import fuse_experts
+    from ds_etp.experts.layout import Cut
+    from ds_etp.experts.registry import register_layout
+    from ds_etp.loading.from_pretrained import from_pretrained
+    from ds_etp.parallel.topology import Topology
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,16 +45,16 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "ds_etp.errors",
     "ConfigError": "ds_etp.errors",
-    "Cut": "ds_etp.layouts",
-    "Topology": "ds_etp.topology",
-    "from_pretrained": "ds_etp.pretrained",
-    "fuse_experts": "ds_etp.fused",
-    "load_checkpoint": "ds_etp.patches.checkpoints",
-    "register": "ds_etp.extension",
-    "register_layout": "ds_etp.families",
-    "save_checkpoint": "ds_etp.patches.checkpoints",
-    "save_pretrained": "ds_etp.patches.exports",
-    "unregister": "ds_etp.extension",
+    "Cut": "ds_etp.experts.layout",
+    "Topology": "ds_etp.parallel.topology",
+    "from_pretrained": "ds_etp.loading.from_pretrained",
+    "fuse_experts": "ds_etp.experts.fuse",
+    "load_checkpoint": "ds_etp.checkpoint.api",
+    "register": "ds_etp.engine",
+    "register_layout": "ds_etp.experts.registry",
+    "save_checkpoint": "ds_etp.checkpoint.api",
+    "save_pretrained": "ds_etp.checkpoint.export_api",
+    "unregister": "ds_etp.engine",
 }
 
 
@@ -70,7 +70,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """Registers the extension and calls `deepspeed.initialize` with the same arguments."""
     import deepspeed
 
-    from ds_etp.extension import register
+    from ds_etp.engine import register
 
     register()
     return deepspeed.initialize(*args, **kwargs)

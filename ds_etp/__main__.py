@@ -24,7 +24,7 @@ def main() -> None:
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
         sys.exit(USAGE)
 
-    from ds_etp.extension import register
+    from ds_etp.engine import register
 
     register()
     if arguments[0] == "-m":

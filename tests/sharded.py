@@ -17,9 +17,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
 import ds_etp
-from ds_etp.experts import sharded_modules
-from ds_etp.layouts import ParameterLayout
-from ds_etp.topology import Topology
+from ds_etp.experts.layout import ParameterLayout
+from ds_etp.experts.sharded import sharded_modules
+from ds_etp.parallel.topology import Topology
 from tests.oracle import Recipe, Run
 
 

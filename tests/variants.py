@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_etp
-from ds_etp.experts import ShardedExperts
+from ds_etp.experts.sharded import ShardedExperts
 
 
 class Expert(nn.Module):

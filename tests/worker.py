@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 
 import ds_etp
-import ds_etp.extension
+import ds_etp.engine
 
 # Longer than the parent waits for a case: the parent ends a case that hangs, and shows where it hung.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_etp.checkpoint.boxes import Box, LogicalTensor, Shape
+from ds_etp.checkpoint.chunks import Box, LogicalTensor, Shape
 from ds_etp.checkpoint.format import WEIGHT, Index, StoredBox, StoredTensor
 from ds_etp.checkpoint.states import EngineStates, settings
 from ds_etp.checkpoint.walk import Fact

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from deepspeed import zero
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.agree import everyone, from_first, raise_together
-from ds_etp.checkpoint.boxes import Box, LogicalTensor, logical_tensors, persistent_buffers, whole_piece
+from ds_etp.checkpoint.chunks import Box, LogicalTensor, logical_tensors, persistent_buffers, whole_piece
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, Stored
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, Spec, Tensors, ToHub
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.errors import CheckpointError
-from ds_etp.topology import Topology
+from ds_etp.parallel.consensus import everyone, from_first, raise_together
+from ds_etp.parallel.topology import Topology
 
 
 @dataclass(frozen=True)

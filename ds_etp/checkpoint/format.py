@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds_etp.checkpoint.boxes import Box, Shape, copies, tiling_fault
+from ds_etp.checkpoint.chunks import Box, Shape, copies, tiling_fault
 from ds_etp.checkpoint.writer import FileFacts, hash_file
 from ds_etp.errors import CheckpointError
 

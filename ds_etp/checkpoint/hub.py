@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from ds_etp.checkpoint.boxes import Shape
+from ds_etp.checkpoint.chunks import Shape
 from ds_etp.checkpoint.writer import Entry, TensorFile, sync_folder, write_durably
 
 WEIGHTS = "model.safetensors"

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.agree import agreed, everyone, raise_together, same_everywhere
-from ds_etp.checkpoint.boxes import LogicalTensor, logical_tensors, persistent_buffers
+from ds_etp.checkpoint.chunks import LogicalTensor, logical_tensors, persistent_buffers
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, Index, Stored
 from ds_etp.checkpoint.states import EngineStates, Slot, apply_settings
 from ds_etp.errors import CheckpointError
 from ds_etp.log import log_table, logger
-from ds_etp.topology import Topology
+from ds_etp.parallel.consensus import agreed, everyone, raise_together, same_everywhere
+from ds_etp.parallel.topology import Topology
 
 SKIP_HASHES = "DS_ETP_SKIP_HASHES"
 

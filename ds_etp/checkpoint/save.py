@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_etp.checkpoint.agree import agreed, from_first, raise_together, same_everywhere
-from ds_etp.checkpoint.boxes import Box, LogicalTensor, logical_tensors
+from ds_etp.checkpoint.chunks import Box, LogicalTensor, logical_tensors
 from ds_etp.checkpoint.collect import StageFacts, Written, gathered, index_of
 from ds_etp.checkpoint.folder import clean, next_generation, remove
 from ds_etp.checkpoint.format import INDEX, LATEST, Index, StoredBox, StoredTensor
@@ -28,7 +27,8 @@ from ds_etp.checkpoint.walk import Item, agreed_walk, own_items
 from ds_etp.checkpoint.writer import FileFacts, TensorFile, stage, sync_folder, write_durably
 from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
-from ds_etp.topology import Topology
+from ds_etp.parallel.consensus import agreed, from_first, raise_together, same_everywhere
+from ds_etp.parallel.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a checkpoint needs to know of an engine's optimizer, whatever ZeRO stage it is.
 
-The protocols are implemented by `ds_etp.patches.optimizer_states`, which knows where DeepSpeed keeps things.
+The protocols are implemented by `ds_etp.patches.deepspeed.optimizer_states`, which knows where DeepSpeed keeps things.
 Here is what doesn't depend on that: hyperparameters and scalars as plain values, and back.
 """
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.agree import everyone
-from ds_etp.checkpoint.boxes import LogicalTensor, Piece, persistent_buffers, whole_piece
+from ds_etp.checkpoint.chunks import LogicalTensor, Piece, persistent_buffers, whole_piece
 from ds_etp.checkpoint.format import BUFFER, WEIGHT
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.checkpoint.writer import Entry
 from ds_etp.errors import CheckpointError
-from ds_etp.topology import Topology
+from ds_etp.parallel.consensus import everyone
+from ds_etp.parallel.topology import Topology
 
 # Key, unsharded shape and type of a tensor.
 Fact = tuple[str, tuple[int, ...], torch.dtype]

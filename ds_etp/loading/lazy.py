@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ds_etp.checkpoint.boxes import Box, Shape
+from ds_etp.checkpoint.chunks import Box, Shape
 
 
 class Node(Protocol):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from deepspeed import zero
 from torch import nn
 
-from ds_etp.checkpoint.agree import raise_together
-from ds_etp.experts import Shard
+from ds_etp.experts.sharded import Shard
 from ds_etp.loading.unread import read_shard
+from ds_etp.parallel.consensus import raise_together
 
 
 class ShardReader:

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.boxes import expert_pieces
+from ds_etp.checkpoint.chunks import expert_pieces
 from ds_etp.errors import ConfigError
-from ds_etp.experts import Shard, adopt
+from ds_etp.experts.sharded import Shard, adopt
 from ds_etp.loading.lazy import LazyTensor, Node, whole
 
 _UNREAD = "ds_etp_unread"

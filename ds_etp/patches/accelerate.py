@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ds_etp.checkpoint.export_api import consolidated_state_dict
 from ds_etp.patches.base import MethodPatch
-from ds_etp.patches.exports import consolidated_state_dict
 
 
 def install_get_state_dict() -> None:

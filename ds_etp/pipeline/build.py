@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_etp.errors import ConfigError, config_error
 from ds_etp.loading.unread import unread_modules
-from ds_etp.patches.router_outputs import router_modules
+from ds_etp.patches.transformers.router_outputs import router_modules
 from ds_etp.pipeline.batches import CausalLoss, check_names
 from ds_etp.pipeline.check import check_pieces
 from ds_etp.pipeline.pieces import EmbedStep, HeadStep, LayerPiece, LayerStep, NormStep, Piece, PieceSpec, TiedSpec

@@ -15,7 +15,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_etp.patches.router_outputs import router_logits
+from ds_etp.patches.transformers.router_outputs import router_logits
 from ds_etp.pipeline.router_loss import RouterLoss, Tally
 from ds_etp.pipeline.skeleton import Skeleton
 

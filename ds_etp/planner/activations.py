@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_etp.parallel.topology import Topology
 from ds_etp.planner.job import Job
 from ds_etp.planner.model import ModelFacts
-from ds_etp.topology import Topology
 
 
 @dataclass(frozen=True)

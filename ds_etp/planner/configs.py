@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_etp.axes import HEAD_SINKS, HEAD_SIZES
+from ds_etp.config.dense_rules import HEAD_SINKS, HEAD_SIZES
 from ds_etp.errors import ConfigError
 from ds_etp.planner.families import ALIASES, FAMILIES, Family
 from ds_etp.planner.model import Cut, ModelFacts, Weight

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields, replace
 
 from ds_etp.errors import ConfigError, config_error
-from ds_etp.topology import GroupKind, Topology
+from ds_etp.parallel.topology import GroupKind, Topology
 
 _UNITS = {"": 1.0, "B": 1.0, **{f"{letter}B": 1000.0**power for power, letter in enumerate("KMGT", 1)}}
 _UNITS |= {f"{letter}iB": 1024.0**power for power, letter in enumerate("KMGT", 1)}

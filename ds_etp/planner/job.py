@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_etp.topology import Topology
+from ds_etp.parallel.topology import Topology
 
 # Elements of ZeRO's message buffer. A plan's JSON sets it; DeepSpeed's own default, 5e8, takes 1 GB.
 BUCKET = 200_000_000

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_etp.parallel.topology import Topology
 from ds_etp.planner.activations import activations, exchanged_width, norm_keeps
 from ds_etp.planner.job import Job, in_flight
 from ds_etp.planner.model import ModelFacts
-from ds_etp.topology import Topology
 
 # DeepSpeed's default for ZeRO-3: parameters of fewer elements stay gathered.
 PERSISTENT = 100_000

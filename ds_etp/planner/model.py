@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from ds_etp.stages import partition
-from ds_etp.topology import Topology
+from ds_etp.parallel.topology import Topology
+from ds_etp.planner.pipeline_partition import partition
 
 # "whole": every rank has it; "tp": AutoTP splits it; "experts": over ep and etp; "expert rows": over ep alone, as the
 # bias of a down projection, which no dimension of I runs through.

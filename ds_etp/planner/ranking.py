@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ds_etp.axes import check_axes, check_sequence_heads, check_stages
+from ds_etp.config.dense_rules import check_axes, check_sequence_heads, check_stages
+from ds_etp.dispatch.cost import Choice, choose_plan
 from ds_etp.errors import ConfigError
+from ds_etp.parallel.topology import Topology
 from ds_etp.planner.hardware import Hardware
 from ds_etp.planner.job import BUCKET, Job
 from ds_etp.planner.memory import Memory, memory_of
 from ds_etp.planner.model import ModelFacts
 from ds_etp.planner.timing import Timing, timing_of
-from ds_etp.topology import Topology
-from ds_etp.wire import Choice, choose_plan
 
 STAGES = (0, 1, 2, 3)
 # A row of an expert's weights has to be a multiple of so many bytes for torch's grouped matrix product.

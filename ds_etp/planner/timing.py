@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ds_etp.dispatch.cost import Traffic
+from ds_etp.parallel.topology import Topology
 from ds_etp.planner.activations import exchanged_width
 from ds_etp.planner.hardware import Hardware
 from ds_etp.planner.job import Job
 from ds_etp.planner.memory import adds_up_in_fp32, elements
 from ds_etp.planner.model import ModelFacts
-from ds_etp.topology import Topology
-from ds_etp.wire import Traffic
 
 _TILE = 128
 EXCHANGES = 4  # messages of Ulysses in a layer: queries, keys, values, and the result

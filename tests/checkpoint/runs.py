@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_etp.checkpoint import api as checkpoints
 from ds_etp.checkpoint.format import Stored
-from ds_etp.patches import checkpoints
 from tests.oracle import Recipe
 from tests.sharded import Layout, full_tensors, make_engine, weight
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_etp.checkpoint.agree import everyone
 from ds_etp.checkpoint.format import Stored
 from ds_etp.errors import CheckpointError
+from ds_etp.parallel.consensus import everyone
 from tests.checkpoint.runs import RECIPE, engine_for, go
 from tests.launcher import Launcher
 from tests.sharded import Layout

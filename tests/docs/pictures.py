@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ds_etp.cli import main
-from ds_etp.diagram import COLOURS
-from ds_etp.topology import GroupKind, Topology
+from ds_etp.cli.main import main
+from ds_etp.cli.topology_svg import COLOURS
+from ds_etp.parallel.topology import GroupKind, Topology
 from tests.docs.commands import ROOT, shown_commands
 
 FOLDER = Path("docs/pictures")

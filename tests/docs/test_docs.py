@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_etp.cli import main, make_parser
+from ds_etp.cli.main import main, make_parser
 from tests.docs.commands import PAGES, ROOT, Shown, shown_commands
 from tests.docs.pictures import FOLDER, PLANS, draw_plans, drawing_commands, picture_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_etp import cli
+from ds_etp.cli import main as cli
 from tests.export.test_live import LIMIT, assert_same_bits, assert_same_logits, load, trained
 from tests.launcher import Launcher
 from tests.oracle import Recipe

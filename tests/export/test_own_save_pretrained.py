@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import ds_etp
-from ds_etp.patches.exports import consolidated_state_dict
+from ds_etp.checkpoint.export_api import consolidated_state_dict
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.sharded import Layout, make_engine

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers.integrations import moe
 
-from ds_etp.adapters import ExpertMajorRows, IdentityExperts
-from ds_etp.families import find_experts, read_layout
-from ds_etp.layouts import ExpertsLayout, UnsupportedExperts
-from ds_etp.patches.autotp import dense_plan
+from ds_etp.experts.adapters import ExpertMajorRows, IdentityExperts
+from ds_etp.experts.layout import ExpertsLayout, UnsupportedExperts
+from ds_etp.experts.registry import find_experts, read_layout
+from ds_etp.patches.deepspeed.autotp import dense_plan
 from tests.families.discover import Family, families
 from tests.families.tiny import make_tiny
 

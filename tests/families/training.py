@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_etp
-from ds_etp.experts import sharded_modules
+from ds_etp.experts.sharded import sharded_modules
 from tests.families.discover import Family, families, family
 from tests.families.tiny import compute_loss, make_batch, make_tiny
 from tests.oracle import Recipe, Run

@@ -15,8 +15,8 @@ import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_etp.config import check_plan, parse_block, resolve
-from ds_etp.host_options import autotp_size, check_host_options
+from ds_etp.config.block import check_plan, parse_block, resolve
+from ds_etp.config.deepspeed import autotp_size, check_host_options
 from tests.launch.train_tiny import STEPS, make_batch, make_model
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from ds_etp.patches.exports import export_checkpoint
+from ds_etp.checkpoint.export_api import export_checkpoint
 from tests.launch.test_launchers import ROOT, deepspeed_launcher, launch
 
 

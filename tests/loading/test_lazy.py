@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_etp.checkpoint.boxes import Box
+from ds_etp.checkpoint.chunks import Box
 from ds_etp.loading.lazy import LazyTensor, Leaf, whole
 
 Build = Callable[[list[Tensor]], Tensor]

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import ds_etp
-import ds_etp.extension
+import ds_etp.engine
 from tests.launcher import Launcher
 from tests.loading.test_weights import engine_of
 from tests.oracle import Recipe
@@ -72,12 +72,12 @@ def load_peak(tiny: str, large: str, recipe: Recipe, layout: Layout) -> int:
     def stop(_: Any) -> None:
         raise _Loaded
 
-    original, ds_etp.extension.check_sizes = ds_etp.extension.check_sizes, stop  # the last thing done to experts
+    original, ds_etp.engine.check_sizes = ds_etp.engine.check_sizes, stop  # the last thing done to experts
     try:
         peak_of(tiny, config)  # code that is imported, and threads that are started, when they are first used
         return peak_of(large, config)
     finally:
-        ds_etp.extension.check_sizes = original
+        ds_etp.engine.check_sizes = original
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_etp
-from ds_etp.experts import expert_parameters
+from ds_etp.experts.sharded import expert_parameters
 from tests.export.test_families import CONFIGS  # with GraniteMoE
 from tests.launcher import Launcher
 from tests.oracle import Recipe, train_unsharded

@@ -46,7 +46,7 @@ def test_a_class_that_is_not_registered(launcher: Launcher) -> None:
 
 def forget_and_train(recipe: Recipe, layout: Layout) -> Run | None:
     """The workers are reused: an earlier case may have registered the class."""
-    from ds_etp import families
+    from ds_etp.experts import registry as families
 
     families._ROWS.pop("tests.variants.OwnExperts", None)
     return train(recipe, layout)

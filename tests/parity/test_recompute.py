@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from ds_etp.parallel.topology import Topology
 from ds_etp.planner.configs import read_facts
 from ds_etp.planner.memory import Job, activations
-from ds_etp.topology import Topology
 from tests.launcher import Launcher
 from tests.oracle import Recipe
-from tests.plan.test_real_activations import LENGTH, ROWS, kept_bytes, recipe_of
+from tests.planner.test_real_activations import LENGTH, ROWS, kept_bytes, recipe_of
 from tests.sharded import Layout, train, with_options
 from tests.tolerances import assert_same_bits
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_etp.checkpoint.export_api import export_checkpoint
 from ds_etp.errors import CheckpointError
-from ds_etp.patches.exports import export_checkpoint
 from tests.checkpoint.runs import RECIPE, save_after
 from tests.checkpoint.test_reshard import assert_next_steps
 from tests.launcher import Launcher

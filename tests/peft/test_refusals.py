@@ -14,9 +14,9 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 
 import ds_etp
 from ds_etp.errors import ConfigError
+from tests.config.test_refusals import Refusal, count_groups, state
 from tests.launcher import Launcher
 from tests.models import make_model
-from tests.multi.test_refusals import Refusal, count_groups, state
 from tests.peft.models import BOTH
 from tests.sharded import Layout, ds_config, make_engine
 

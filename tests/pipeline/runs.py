@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_etp
-from ds_etp.topology import Topology
+from ds_etp.parallel.topology import Topology
 from tests.oracle import Recipe, Run
 from tests.pipeline.models import make_pipeline
 from tests.sharded import Layout, ds_config, expert_layouts, gradient, weight

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import ds_etp
-from ds_etp.patches.exports import export_checkpoint
+from ds_etp.checkpoint.export_api import export_checkpoint
 from tests.launcher import Launcher
 from tests.oracle import Recipe, Run, train_unsharded
 from tests.pipeline.runs import Pipeline, make_engine, run_steps

@@ -13,10 +13,10 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
 import ds_etp
-from ds_etp.config import layout_table
+from ds_etp.config.block import layout_table
 from ds_etp.errors import ConfigError
+from tests.config.test_refusals import count_groups, state
 from tests.launcher import CaseFailed, Launcher
-from tests.multi.test_refusals import count_groups, state
 from tests.sequence.runs import Sequences, train, ulysses
 from tests.sharded import Layout, ds_config, make_engine
 

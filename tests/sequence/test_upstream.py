@@ -1,4 +1,4 @@
-"""What DeepSpeed does without our block: the reason for the corrections of `ds_etp.patches.sequence`.
+"""What DeepSpeed does without our block: the reason for the corrections of `ds_etp.patches.deepspeed.ulysses`.
 
 A failure here means that DeepSpeed has changed what the corrections stand on.
 """

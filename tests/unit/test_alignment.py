@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ds_etp import Topology
-from ds_etp.families import read_layout
-from ds_etp.layer_options import unaligned_shards
-from ds_etp.patches.experts_interface import run_eagerly
+from ds_etp.experts.build import unaligned_shards
+from ds_etp.experts.registry import read_layout
+from ds_etp.patches.transformers.experts_interface import run_eagerly
 from tests.models import make_model
 
 PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]

@@ -12,7 +12,7 @@ import pytest
 from deepspeed.runtime.tensor_parallel import config as host
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ds_etp.patches.autotp import plan_without_experts, without_experts
+from ds_etp.patches.deepspeed.autotp import plan_without_experts, without_experts
 
 Plan = dict[str, str]
 

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ds_etp.cli import main
-from ds_etp.inspection import path_pattern
+from ds_etp.cli.check_model import path_pattern
+from ds_etp.cli.main import main
 from tests.families.discover import family
 from tests.families.shrink import shrink
 from tests.families.special import CHANGES
@@ -271,7 +271,17 @@ def test_remote_code_and_a_quiet_command(tmp_path: Path) -> None:
     model = write_model(tmp_path, config)
     (tmp_path / "own.py").write_text(REMOTE, encoding="utf-8")
     (tmp_path / "ds.json").write_text('{"expert_tensor_parallel": {"ep_size": 2}}', encoding="utf-8")
-    command = [sys.executable, "-m", "ds_etp.cli", "check", str(tmp_path / "ds.json"), "--gpus", "2", "--model", model]
+    command = [
+        sys.executable,
+        "-m",
+        "ds_etp.cli.main",
+        "check",
+        str(tmp_path / "ds.json"),
+        "--gpus",
+        "2",
+        "--model",
+        model,
+    ]
     result = subprocess.run(
         [*command, "--trust-remote-code"],
         cwd=ROOT,
@@ -289,7 +299,7 @@ def test_remote_code_and_a_quiet_command(tmp_path: Path) -> None:
 def test_without_a_model_torch_stays_out(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"expert_tensor_parallel": {}}', encoding="utf-8")
     code = (
-        "import sys; from ds_etp.cli import main; main(['check', sys.argv[1], '--gpus', '2']); "
+        "import sys; from ds_etp.cli.main import main; main(['check', sys.argv[1], '--gpus', '2']); "
         "print([name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "ds.json")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_etp.cli import main
+from ds_etp.cli.main import main
 
 
 def config_file(folder: Path, content: object) -> str:

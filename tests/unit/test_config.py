@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ds_etp.config import (
+from ds_etp.config.block import (
     PLANS,
     ExpertTensorParallelConfig,
     check_block_name,
@@ -20,9 +20,9 @@ from ds_etp.config import (
     parse_block,
     resolve,
 )
+from ds_etp.config.deepspeed import HOST_RULES, autotp_size, check_host_options
 from ds_etp.errors import ConfigError
-from ds_etp.host_options import HOST_RULES, autotp_size, check_host_options
-from ds_etp.topology import Topology
+from ds_etp.parallel.topology import Topology
 
 KEYS = (
     "Keys that work: enabled, etp_size, ep_size, plan, reduce_dtype, equal_batches, static_shapes, recompute, "

@@ -10,8 +10,8 @@ import hjson  # type: ignore[import-untyped]
 import pytest
 
 import ds_etp
-from ds_etp.cli import main
-from ds_etp.config_file import read_config_file
+from ds_etp.cli.main import main
+from ds_etp.config.file import read_config_file
 from ds_etp.errors import ConfigError
 
 HJSON = """{

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_etp.errors import ConfigError
-from ds_etp.topology import GROUP_KINDS, GroupKind, Topology
+from ds_etp.parallel.topology import GROUP_KINDS, GroupKind, Topology
 
 
 def test_etp_smaller_than_tp() -> None:

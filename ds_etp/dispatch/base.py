@@ -1,0 +1,167 @@
+"""What plans share: their interface, the rows they hand out, and rows in and out of the family's forward.
+
+Legend: T tokens in this rank's batch, t tokens it owns (tensor-parallel peers hold the same batch and own
+a share each), n rows this rank's experts work on, a (row, local expert) assignments, H hidden size,
+K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_etp.dispatch.permute import pick, put
+from ds_etp.parallel import autograd as c
+from ds_etp.parallel.autograd import Meanwhile
+from ds_etp.parallel.process_groups import ExpertGroups, Peers
+
+
+@dataclass
+class Rows:
+    """What one rank's experts work on, and what its plan needs to bring the results back.
+
+    Attributes:
+        x: `[a, H]`.
+        index: `[a, k]`, over this rank's experts.
+        weights: `[a, k]`.
+        owner: `[a]`, which of the n rows an assignment belongs to; None where rows are assignments.
+        count: n, how many rows arrived.
+        tokens: T, how many tokens the module was called with.
+        route: the plan's own notes.
+        by_expert: whether rows are pairs, with one index each, in the order of their experts.
+    """
+
+    x: Tensor
+    index: Tensor
+    weights: Tensor
+    owner: Tensor | None
+    count: int
+    tokens: int
+    route: Any = None
+    by_expert: bool = False
+
+    def without_tensors(self) -> Rows:
+        """What `combine` needs of it: the rows themselves may go."""
+        none = self.x.new_empty(0)
+        return replace(self, x=none, index=none, weights=none)
+
+
+class Plan(Protocol):
+    """How tokens reach experts in one topology."""
+
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
+        """From this rank's tokens `[T, H]`, `[T, K]`, `[T, K]` to the rows its experts work on.
+
+        Args:
+            x: tokens, alike on tensor-parallel peers.
+            index: over all experts.
+            weights: of the index.
+            marked: whether rows may come whole, with an index one above this rank's last where an expert of theirs
+                is elsewhere. Plans that know all shapes then ask nothing of the device.
+        """
+
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
+        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`.
+
+        Where there is a message to wait for, `meanwhile` is called once it has started.
+        """
+
+
+class BasePlan(ABC):
+    """A plan for one experts module.
+
+    Args:
+        groups: the process groups.
+        num_experts: E.
+        reduce_dtype: what partial sums are added up in; None for their own dtype.
+        equal_batches: the config's promise that all ranks bring equally many tokens.
+    """
+
+    knows_shapes = False  # whether rows have shapes the host knows, as far as they can be marked
+
+    def __init__(
+        self,
+        groups: ExpertGroups,
+        num_experts: int,
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        equal_batches: bool = False,
+    ) -> None:
+        self.groups = groups
+        self.reduce_dtype = reduce_dtype
+        self.equal_batches = equal_batches
+        self.local_experts = num_experts // groups.topology.ep
+        self.first_expert = groups.ep.index * self.local_experts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BasePlan:
+        # Process groups can't be copied; a copied module (an EMA, say) talks to the same peers.
+        return self
+
+    @abstractmethod
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
+        """See `Plan.dispatch`."""
+
+    @abstractmethod
+    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
+        """See `Plan.combine`."""
+
+    def _to_local(
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        tokens: int,
+        *,
+        marked: bool,
+        route: Any = None,
+        copied: Peers | None = None,
+    ) -> Rows:
+        """Rows whose assignments are all to local experts, or marked where they aren't; at least one row.
+
+        `copied`: peers that all hold these tokens, and among whom gradients are to be summed.
+        """
+        count, owner = len(x), None
+        by_expert = self.groups.topology.ep > 1 and not marked
+        if by_expert:
+            # One row for each (token, local expert) pair: families don't agree on an index for "not here".
+            owner, choice, index = self._local_pairs(index)
+            x, weights = pick(copied, owner, choice, x, weights, reduce_dtype=self.reduce_dtype)
+        else:
+            if copied is not None:
+                x, weights = c.copy(copied, x, weights, reduce_dtype=self.reduce_dtype)
+            if self.groups.topology.ep > 1:
+                local = index - self.first_expert
+                elsewhere = (local < 0) | (local >= self.local_experts)
+                index, weights = local.masked_fill(elsewhere, self.local_experts), weights.masked_fill(elsewhere, 0)
+        if len(x) == 0:
+            # A family's forward may lose its graph without rows, and peers would wait for its backward.
+            # A row of zeros with weight zero keeps the graph and adds exactly nothing.
+            x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+            index = torch.cat([index, index.new_zeros(1, index.shape[1])])
+            weights = torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
+            if owner is None:
+                owner = index.new_zeros(0, dtype=torch.int64)
+        return Rows(x, index, weights, owner, count, tokens, route, by_expert)
+
+    def _local_pairs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows' expert indices `[n, K]` the local ones: their row, their place in it, the local index `[a, 1]`.
+
+        Expert by expert, as grouped matrix multiplies want them: rows are copied once, in that order.
+        """
+        local = index - self.first_expert
+        owner, choice = ((local >= 0) & (local < self.local_experts)).nonzero(as_tuple=True)
+        local, order = local[owner, choice].sort(stable=True)
+        return owner[order], choice[order], local[:, None]
+
+    def _from_local(self, partial: Tensor, rows: Rows, *, copied: Peers | None = None) -> Tensor:
+        """Partial outputs `[a, H]` summed by row: `[n, H]`; over the peers too that got a copy of the rows."""
+        if rows.owner is None:
+            return partial if copied is None else c.all_reduce(copied, partial, reduce_dtype=self.reduce_dtype)
+        if len(partial) > len(rows.owner):
+            partial = partial[: len(rows.owner)]  # without the row that kept the graph
+        dtype = self.reduce_dtype or partial.dtype
+        return put(copied, rows.owner, rows.count, partial.to(dtype))

@@ -1,0 +1,288 @@
+"""The engine extension: calls the floors below, in order, at the moments DeepSpeed gives it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups as host_groups
+from torch import nn
+
+from ds_etp.checkpoint.api import install_checkpoints
+from ds_etp.checkpoint.export_api import install_exports
+from ds_etp.config import block as block_config
+from ds_etp.config.block import ExpertTensorParallelConfig
+from ds_etp.config.deepspeed import check_host_options, half_dtype
+from ds_etp.config.dense_rules import check_axes
+from ds_etp.dispatch.cost import Choice, tokens_are_replicated
+from ds_etp.errors import config_error
+from ds_etp.experts.build import lay_shared_beside, make_shard, unaligned_shards, without_effect
+from ds_etp.experts.checks import checked_layouts, chosen_plans, plan_rows
+from ds_etp.experts.layout import ExpertsLayout
+from ds_etp.experts.sharded import check_sizes, shard_in_place
+from ds_etp.loading.reader import ShardReader
+from ds_etp.loading.unread import is_unread, unread_modules, with_progress
+from ds_etp.log import log_table, logger
+from ds_etp.parallel.process_groups import ExpertGroups, check_name
+from ds_etp.parallel.topology import Topology
+from ds_etp.patches.accelerate import install_get_state_dict
+from ds_etp.patches.deepspeed import optimizers, overrides
+from ds_etp.patches.deepspeed import pipeline_autotp as stage_tp
+from ds_etp.patches.deepspeed import ulysses as sequence
+from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
+from ds_etp.patches.deepspeed.autotp import frozen_left_alone, plan_without_experts
+from ds_etp.patches.deepspeed.autotp_column_inputs import share_inputs
+from ds_etp.patches.deepspeed.engine import engine_patches
+from ds_etp.patches.deepspeed.pipeline import checked_stages, forget_grid, gathered_choices, stage_count
+from ds_etp.patches.deepspeed.pipeline_grad_norm import count_every_stage
+from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
+from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
+from ds_etp.patches.deepspeed.zero3_leaf_inputs import give_inputs_gradients
+from ds_etp.patches.deepspeed.zero_params import follow_as_one, is_partitioned, shard_partitioned, tag
+from ds_etp.patches.peft.autotp_lora import adapters_split_with_layers
+from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, split_adapters
+from ds_etp.patches.transformers.experts_interface import run_eagerly
+from ds_etp.patches.transformers.generation import sync_generation
+from ds_etp.patches.transformers.zero3_loading import loading_patches
+from ds_etp.patches.versions import check_host_versions, check_sequence_version
+
+
+@dataclass
+class Extension:
+    """What ds_etp knows of one engine. `engine.ds_etp` holds it.
+
+    Attributes:
+        block: the config block.
+        topology: the sizes it came to.
+        layouts: the layout of each experts module of this rank's stage, by path; empty until the model is known.
+        groups: the process groups; None until the model is sharded.
+        choices: the plan of each experts module, by path, and what it moves; empty until the model is sharded.
+        checked: whether the model is known, and its layouts with it.
+    """
+
+    block: ExpertTensorParallelConfig
+    topology: Topology
+    layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
+    groups: ExpertGroups | None = None
+    choices: dict[str, Choice] = field(default_factory=dict)
+    checked: bool = False
+
+
+class _Events:
+    """The moments of `patches.engine.EngineEvents`. Without our block each does nothing."""
+
+    def on_config(self, engine: Any) -> None:
+        """Parses and checks everything that needs no model."""
+        raw = engine._config._param_dict
+        block = block_config.parse_block(raw)
+        if block is None:
+            return
+        world = dist.get_world_size()
+        tp = max(engine.autotp_size(), 1)
+        check_host_versions(int(engine.zero_optimization_stage()), tp)
+        check_host_options(raw, world)
+        pp = stage_count(engine)
+        cp = _context_size(engine)
+        check_sequence_version(cp)
+        topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
+        check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
+        block_config.check_plan(block, topology)
+        check_name(topology)
+        engine.ds_etp = Extension(block, topology)
+
+    @contextmanager
+    def around_tensor_parallel(self, engine: Any, model: nn.Module) -> Iterator[None]:
+        """Checks the layers before AutoTP makes a group, and keeps the experts out of its plan."""
+        extension = _extension(engine)
+        if extension is None:
+            yield
+            return
+        _check_model(engine, model, extension)
+        if extension.topology.cp > 1:
+            sequence_tp.check_heads(model, extension.topology)
+        paths = [plain_path(path) for path in extension.layouts]
+        with (
+            stage_tp.plan_of_layers(model) if engine.pipeline_parallelism else nullcontext(),
+            plan_without_experts(model, paths),
+            frozen_left_alone(model),
+            adapters_split_with_layers(model),
+        ):
+            yield
+
+    def on_model(self, engine: Any, model: nn.Module) -> None:
+        """Shards the experts and tells DeepSpeed about them."""
+        extension = _extension(engine)
+        if extension is None:
+            _refuse_unread(model)
+            return
+        _check_model(engine, model, extension)
+        if extension.topology.tp > 1 and extension.topology.cp > 1:
+            sequence_tp.lay_out_sequences(engine, model, extension.topology)
+        if extension.topology.tp > 1:
+            share_inputs(model)
+        if extension.topology.tp > 1 and engine.pipeline_parallelism:
+            stage_tp.keep_stages(engine, model)
+        pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
+        extension.groups = groups = ExpertGroups(extension.topology, pipeline)
+        overrides.on_destroy(engine, groups.destroy)
+        if engine.pipeline_parallelism:
+            overrides.on_destroy(engine, partial(forget_grid, engine))
+            refuse_stage_files(model)
+        per_node = _ranks_per_node(engine.device)
+        extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
+        half = engine.fp16_enabled() or engine.bfloat16_enabled()
+        unaligned, warning = unaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
+        for path in unaligned:
+            run_eagerly(model.get_submodule(path))
+        reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
+        _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
+        check_same_adapters(model, groups.tp, engine.device)
+        engine.has_moe_layers = bool(extension.layouts)
+        engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
+        _set_overrides(engine, model, groups)
+        _log(extension)
+        for sentence in filter(None, (warning, *without_effect(model, extension.block))):
+            _warn(sentence)
+
+
+def _extension(engine: Any) -> Extension | None:
+    # Not getattr: an engine passes unknown names on to its module.
+    extension: Extension | None = vars(engine).get("ds_etp")
+    return extension
+
+
+def _context_size(engine: Any) -> int:
+    """cp; refuses an mpu of the caller's."""
+    if engine.pipeline_parallelism:
+        return 1
+    cp = sequence.sequence_parallel_size(engine)
+    if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
+        raise config_error(
+            "mpu",
+            type(engine.mpu).__name__,
+            "is an mpu of its own",
+            works="tensor_parallel.autotp_size in the config, and no mpu",
+        )
+    return cp
+
+
+def _refuse_unread(model: nn.Module) -> None:
+    for path in unread_modules(model):
+        raise config_error(
+            "expert_tensor_parallel",
+            None,
+            f"is not in this engine's config, but {path} was left to it by ds_etp.from_pretrained",
+            works="the config that from_pretrained was given",
+        )
+
+
+def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
+    """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
+    if extension.checked:
+        return
+    raw, topology = engine._config._param_dict, extension.topology
+    check = partial(checked_layouts, model, topology, raw)
+    if engine.pipeline_parallelism:
+        extension.layouts = checked_stages(engine, model, partial(check, is_stage=True), topology.tp)
+    else:
+        extension.layouts = check()
+    extension.checked = True
+
+
+def _ranks_per_node(device: torch.device) -> int:
+    """Ranks that share a node: the fewest that any rank's launcher says, so that all ranks choose alike."""
+    named = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+    local = next((int(value) for value in named if value.isdecimal() and int(value)), dist.get_world_size())
+    fewest = torch.tensor(local, device=device)
+    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+    return int(fewest)
+
+
+def _shard_model(
+    model: nn.Module, extension: Extension, groups: ExpertGroups, reader: ShardReader, *, zero3: bool
+) -> None:
+    block = extension.block
+    modules = {path: model.get_submodule(path) for path in extension.layouts}
+    follow_as_one(list(modules.values()))
+    beside = lay_shared_beside(model, modules, _warn) if block.overlap else {}
+    for path in with_progress(modules, show=dist.get_rank() == 0):
+        module, layout = modules[path], extension.layouts[path]
+        shard = make_shard(path, module, layout, groups, extension.choices[path].plan, block, beside.get(path))
+        tag(module.parameters(), groups)
+        if is_partitioned(module):
+            shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
+        elif is_unread(module):
+            reader.read(module, shard)
+        else:
+            shard_in_place(module, shard)
+    reader.finish(model)
+    check_sizes(model)
+    split_adapters(model, zero3=zero3)
+    if zero3:
+        blocks = {plain_path(path).rpartition(".")[0] for path in extension.layouts}
+        give_inputs_gradients(model.get_submodule(path) for path in sorted(blocks))
+
+
+def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
+    from deepspeed import set_optimizer_flags
+
+    set_optimizer_flags(engine._config, model)  # Muon looks at shapes, which have changed
+    overrides.allow_zero3_experts(engine)
+    install_checkpoints(engine)
+    install_exports(engine, model)
+    install_get_state_dict()
+    optimizers.give_experts_their_groups(engine)
+    overrides.after_optimizer(engine, lambda: optimizers.correct_optimizer(engine, groups))
+    stage = int(engine.zero_optimization_stage())
+    if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        optimizers.give_true_norm_at_stage_0(engine, groups)
+    if groups.topology.pp > 1:
+        overrides.after_optimizer(engine, lambda: count_every_stage(engine, groups))
+    if groups.topology.cp > 1:
+        sequence.average_over_all_ranks(engine)
+        overrides.after_optimizer(engine, lambda: sequence.average_in_optimizer(engine))
+    check_first_gradients(engine, groups.tp)
+    if stage == 3 or not tokens_are_replicated(groups.topology):
+        sync_generation(model)
+
+
+def _warn(sentence: str) -> None:
+    if dist.get_rank() == 0:
+        logger().warning(sentence)
+
+
+def _log(extension: Extension) -> None:
+    topology, block = extension.topology, extension.block
+    choices = list(extension.choices.values())
+    if topology.pp > 1:
+        choices = gathered_choices(choices, topology)
+    if dist.get_rank() != 0:
+        return
+    rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
+    rows.extend(plan_rows(choices, block))
+    rows.append(("experts modules", str(len(choices))))
+    log_table("expert tensor parallelism", rows)
+
+
+_PATCHES = [*engine_patches(_Events()), *loading_patches()]
+
+
+def register() -> None:
+    """Lets DeepSpeed engines made from now on read the `expert_tensor_parallel` block. Calling it twice is fine.
+
+    At ZeRO-3, call it before `from_pretrained`.
+    """
+    for patch in _PATCHES:
+        patch.apply()
+
+
+def unregister() -> None:
+    """Puts DeepSpeed and transformers back. Engines made before keep what they have."""
+    for patch in _PATCHES:
+        patch.revert()

@@ -1,0 +1,125 @@
+"""What the config block asks of each experts module, beside its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from ds_etp.config.block import ExpertTensorParallelConfig
+from ds_etp.dispatch.registry import PLANS
+from ds_etp.experts.blocks import shared_experts_of
+from ds_etp.experts.layout import ExpertsLayout
+from ds_etp.experts.sharded import Shard, marks, sharded_modules
+from ds_etp.experts.shared_overlap import Beside, lay_beside
+from ds_etp.parallel.process_groups import ExpertGroups
+from ds_etp.parallel.topology import Topology
+from ds_etp.patches.peft.expert_lora import plain_path
+from ds_etp.patches.transformers.experts_interface import GROUPED_MM_ALIGNMENT, allow_marks, is_aligned, takes_marks
+from ds_etp.patches.transformers.grouped_mm import sorted_forward
+
+
+def make_shard(
+    path: str,
+    module: nn.Module,
+    layout: ExpertsLayout,
+    groups: ExpertGroups,
+    plan_name: str,
+    block: ExpertTensorParallelConfig,
+    beside: Beside | None = None,
+) -> Shard:
+    """What one experts module is to know of itself, this rank's part and its plan included."""
+    plan_class = PLANS[plan_name]
+    reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
+    static = block.static_shapes and plan_class.knows_shapes and allow_marks(module, groups.topology, layout)
+    return Shard(
+        path,
+        layout,
+        groups.topology,
+        groups.ep.index,
+        groups.expt_tp.index,
+        plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches),
+        takes_marks=takes_marks if static else None,
+        recompute=block.recompute,
+        beside=beside,
+        sorted_forward=sorted_forward if layout.adapter is None else None,
+    )
+
+
+def lay_shared_beside(model: nn.Module, paths: Iterable[str], warn: Callable[[str], None]) -> dict[str, Beside]:
+    """Has the shared experts of blocks run while tokens travel, where a block's source says that it may be so.
+
+    Args:
+        model: not split yet.
+        paths: of the experts modules.
+        warn: told, once a model, if a block turns out to call its shared experts in another way.
+
+    Returns:
+        Shared experts by the path of the routed ones.
+    """
+    wasted: list[str] = []
+
+    def waste(where: str) -> None:
+        if not wasted:
+            wasted.append(where)
+            warn(f"overlap runs {where} once too often: their block doesn't use what was made early. Leave it out")
+
+    found = {}
+    for path in paths:
+        where, _, name = plain_path(path).rpartition(".")
+        block = model.get_submodule(where)
+        shared = shared_experts_of(block, name)
+        if shared:
+            found[path] = Beside(block.get_submodule(shared), partial(waste, f"{where}.{shared}"))
+            lay_beside(block, found[path])
+    return found
+
+
+def unaligned_shards(
+    model: nn.Module, layouts: Mapping[str, ExpertsLayout], topology: Topology, itemsize: int | None
+) -> tuple[list[str], str]:
+    """Experts modules whose shards their experts implementation can't multiply, and a sentence about them.
+
+    Args:
+        model: not split yet.
+        layouts: of each experts module, by path.
+        topology: what the config comes to.
+        itemsize: bytes of one weight while training; None: those that each module has now.
+
+    Returns:
+        Their paths, and what happens to them; nothing and "" where all fit.
+    """
+    sizes = {path: itemsize or next(model.get_submodule(path).parameters()).element_size() for path in layouts}
+    paths = [
+        path
+        for path, layout in layouts.items()
+        if not is_aligned(model.get_submodule(path), layout, topology, sizes[path])
+    ]
+    if not paths:
+        return [], ""
+    whole = layouts[paths[0]].intermediate_size
+    columns, row = whole // topology.etp, whole // topology.etp * sizes[paths[0]]
+    return paths, (
+        f"{paths[0]} ({len(paths)} in all): etp {topology.etp} leaves {columns} of {whole} columns, {row} bytes a row, "
+        f"and experts_implementation='grouped_mm' needs a multiple of {GROUPED_MM_ALIGNMENT}. These run 'eager', which "
+        "gives the same numbers."
+    )
+
+
+def without_effect(model: nn.Module, block: ExpertTensorParallelConfig) -> Iterator[str]:
+    """Options that do nothing for a sharded model, or for some of its experts, a sentence each."""
+    alone = [path for path, module in sharded_modules(model) if block.overlap and module.ds_etp_shard.beside is None]
+    if alone:
+        yield (
+            f"overlap has no effect on {alone[0]} ({len(alone)} in all): its block calls no shared experts after it, "
+            "with its own input"
+        )
+    waiting = [path for path, module in sharded_modules(model) if block.static_shapes and not marks(module)]
+    if waiting:
+        yield (
+            f"static_shapes has no effect on {waiting[0]} ({len(waiting)} in all): it is for ep above 1, more than one "
+            "expert a rank, plans replicated and allgather, transformers 5.18 or newer, and experts_implementation "
+            "grouped_mm or batched_mm"
+        )

@@ -1,0 +1,173 @@
+"""How the weights of experts are cut: slicing, un-slicing, and the shapes of shards.
+
+Legend: E experts, H hidden size, I intermediate size. A shard is `I / etp` columns of `E / ep` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_etp.errors import ConfigError
+from ds_etp.parallel.topology import Topology
+
+
+class UnsupportedExperts(ConfigError):
+    """An experts module whose layout ds_etp doesn't know."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one kind of expert parameter `[E, ...]` is cut over etp, whatever its sizes.
+
+    Attributes:
+        dim: the dimension that holds I. None: no dimension does, as with the bias of a down projection. Every etp
+            rank then holds all of it and one of them adds it.
+        parts: how many blocks of I lie one after the other in `dim`: 2 where gate and up are concatenated.
+        width: entries of `dim` for each column of I: 2 where gate and up are interleaved.
+        spare: whether more rows than E may follow, of experts that have no weights (longcat_flash).
+    """
+
+    dim: int | None
+    parts: int = 1
+    width: int = 1
+    spare: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How one expert parameter is cut over ep and etp.
+
+    Attributes:
+        shape: of the whole parameter.
+        dim: the dimension that is cut over etp; None: every etp rank holds all of it, and rank 0 adds it.
+        parts: equal blocks of `dim`, each of which is cut.
+        experts: blocks of dimension 0, each of which is dealt out over ep: E, and what follows.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    parts: int = 1
+    experts: tuple[int, ...] = ()
+
+    def widths(self, topology: Topology) -> tuple[list[list[int]], list[list[int]] | None]:
+        """What each rank has of each block: `[block][ep rank]` rows, and `[block][etp rank]` entries of `dim`."""
+        rows = [[count // topology.ep] * topology.ep for count in self.experts or self.shape[:1]]
+        if self.dim is None:
+            return rows, None
+        width = self.shape[self.dim] // self.parts // topology.etp
+        return rows, [[width] * topology.etp for _ in range(self.parts)]
+
+    def local_shape(self, topology: Topology) -> tuple[int, ...]:
+        """The shape of one shard."""
+        shape = list(self.shape)
+        shape[0] //= topology.ep
+        if self.dim is not None:
+            shape[self.dim] //= topology.etp
+        return tuple(shape)
+
+    def own_experts(self, full: Tensor, topology: Topology, ep_index: int) -> Tensor:
+        """The experts of one ep index, whole."""
+        return _take(full, 0, self.widths(topology)[0], ep_index)
+
+    def shard(self, full: Tensor, topology: Topology, ep_index: int, etp_index: int) -> Tensor:
+        """One rank's shard, a view of `full` where there is one block, a new tensor where there are more."""
+        columns = self.widths(topology)[1]
+        own = self.own_experts(full, topology, ep_index)
+        return own if columns is None or self.dim is None else _take(own, self.dim, columns, etp_index)
+
+    def unshard(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The full parameter from `shards[ep_index][etp_index]`."""
+        topology = Topology(len(shards) * len(shards[0]), ep=len(shards), etp=len(shards[0]))
+        rows, columns = self.widths(topology)
+        whole = [peers[0] if columns is None else _join(peers, self.dim or 0, columns) for peers in shards]
+        return _join(whole, 0, rows)
+
+
+def _take(full: Tensor, dim: int, widths: list[list[int]], index: int) -> Tensor:
+    """What rank `index` has of a tensor whose dimension `dim` is cut block by block."""
+    if len(widths[0]) == 1:
+        return full
+    starts = [sum(map(sum, widths[:block])) + sum(shares[:index]) for block, shares in enumerate(widths)]
+    pieces = [full.narrow(dim, start, shares[index]) for start, shares in zip(starts, widths, strict=True)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _join(shards: Sequence[Tensor], dim: int, widths: list[list[int]]) -> Tensor:
+    """The reverse of `_take`."""
+    split = [shard.split([shares[index] for shares in widths], dim) for index, shard in enumerate(shards)]
+    return torch.cat([pieces[block] for block in range(len(widths)) for pieces in split], dim)
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """The layout of one experts module.
+
+    Attributes:
+        num_experts, hidden_size, intermediate_size: E, H, I of the unsharded module.
+        parameters: layout by parameter name; the module has no other parameters.
+        adapter: the mixin for a calling convention other than `experts(x [T, H], index [T, K], weights [T, K])`:
+            a subclass of `ds_etp.experts.sharded.ShardedExperts`.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    parameters: dict[str, ParameterLayout]
+    adapter: type[Any] | None = None
+
+    @property
+    def spare_experts(self) -> int:
+        """How many rows follow those of the experts, at most. They are dealt out over ep too."""
+        return max((sum(parameter.experts[1:]) for parameter in self.parameters.values()), default=0)
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """A parameter's shape, also while ZeRO-3 has it partitioned."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def apply_cuts(module: nn.Module, cuts: dict[str, Cut], adapter: type[Any] | None = None) -> ExpertsLayout | str:
+    """The layout of a module whose parameters are cut so; or, in a phrase, why that doesn't fit the module.
+
+    Args:
+        module: the unsharded module; its parameters may be partitioned by ZeRO-3.
+        cuts: by parameter name.
+        adapter: see `ExpertsLayout`.
+    """
+    shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
+    if set(shapes) != set(cuts):
+        return f"its parameters are {', '.join(sorted(shapes)) or 'none'}, and {', '.join(sorted(cuts))} are known"
+    listed = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+    misfit = f"{listed} don't fit together"
+    exact = [name for name, cut in cuts.items() if not cut.spare]
+    if any(len(shape) < 2 for shape in shapes.values()) or not exact:
+        return misfit
+    num_experts = shapes[exact[0]][0]
+    columns: set[int] = set()  # what the parameters say I is
+    others: set[int] = set()  # their other sizes, which are H
+    for name, cut in cuts.items():
+        shape = shapes[name]
+        if cut.dim is not None:
+            if not 0 < cut.dim < len(shape) or shape[cut.dim] % (cut.parts * cut.width):
+                return misfit
+            columns.add(shape[cut.dim] // (cut.parts * cut.width))
+        others.update(size for dim, size in enumerate(shape) if dim not in (0, cut.dim))
+        if shape[0] < num_experts or (shape[0] != num_experts and not cut.spare):
+            return misfit
+    if len(columns) != 1 or len(others) != 1 or not num_experts:
+        return misfit
+    parameters = {
+        name: ParameterLayout(
+            shape=shapes[name],
+            dim=cut.dim,
+            parts=cut.parts,
+            experts=(num_experts, shapes[name][0] - num_experts) if cut.spare else (),
+        )
+        for name, cut in cuts.items()
+    }
+    return ExpertsLayout(num_experts, others.pop(), columns.pop(), parameters, adapter)

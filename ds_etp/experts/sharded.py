@@ -1,0 +1,175 @@
+"""The swap: an experts module becomes a sharded one, in place.
+
+Parameter objects keep their identity, so an optimizer, a parameter list, a hook or a state-dict key made
+before stays valid. Only the module's class changes, to one made of a mixin and its own class: the family's
+own forward computes on the shard, under whichever experts implementation the user chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_etp.dispatch.base import Plan, Rows
+from ds_etp.experts.layout import ExpertsLayout, full_shape
+from ds_etp.experts.shared_overlap import Beside
+from ds_etp.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a sharded experts module knows of itself.
+
+    Attributes:
+        path: where the module is in the model.
+        layout: the layout of the whole module.
+        topology: the sizes it is split by.
+        ep_index, etp_index: which shard this rank holds.
+        plan: how tokens reach it.
+        takes_marks: whether the family's forward now skips an index one above the last expert, as it may for some
+            experts implementations only; None: it never does.
+        recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
+        beside: the block's shared experts, where they run while tokens travel.
+        sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them, if
+            it has such a thing; None: it never has.
+    """
+
+    path: str
+    layout: ExpertsLayout
+    topology: Topology
+    ep_index: int
+    etp_index: int
+    plan: Plan
+    takes_marks: Callable[[nn.Module], bool] | None = None
+    recompute: bool = False
+    beside: Beside | None = None
+    sorted_forward: Callable[[Any], Callable[..., Tensor] | None] | None = None
+
+    def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
+        return full_shape(parameter) == self.layout.parameters[name].shape
+
+    def slice(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part of the full parameter `name`, in memory of its own."""
+        if self.topology.expert_model_parallel == 1:
+            return full
+        part = self.layout.parameters[name].shard(full, self.topology, self.ep_index, self.etp_index)
+        # A view would keep the full tensor alive.
+        shared = part.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        return part.clone(memory_format=torch.contiguous_format) if shared else part.contiguous()
+
+
+class ShardedExperts:
+    """The mixin in front of a family's experts class, for the calling convention of transformers 5.
+
+    A subclass, given to `register_layout` as the adapter, serves a class that is called in another way: its
+    `forward` takes what the class is called with, and hands `dispatch` tokens, indices and weights.
+    """
+
+    ds_etp_shard: Shard
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
+        partial, rows = self._partial(hidden_states, top_k_index, top_k_weights)
+        beside = self.ds_etp_shard.beside
+        return self.ds_etp_shard.plan.combine(partial, rows, None if beside is None else beside.meanwhile)
+
+    def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Rows]:
+        """Partial outputs for the rows this rank's experts work on, and the plan's notes of them."""
+        noted: list[Rows] = []
+        shard = self.ds_etp_shard
+
+        def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            rows = shard.plan.dispatch(x, index, weights, marked=marks(self))
+            if not noted:
+                noted.append(rows.without_tensors())
+            forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
+            return (forward or self.on_local_rows)(rows.x, rows.index, rows.weights)
+
+        if not (shard.recompute and torch.is_grad_enabled()):
+            return run(x, index, weights), noted[0]
+        return checkpoint(run, x, index, weights, use_reentrant=False), noted[0]
+
+    def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
+        partial: Tensor = super().forward(x, index, weights)  # type: ignore[misc]
+        return partial
+
+
+def marks(module: Any) -> bool:
+    """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
+    takes_marks = module.ds_etp_shard.takes_marks
+    return takes_marks is not None and takes_marks(module)
+
+
+def _added_once(name: str) -> property:
+    """A parameter that every etp rank holds whole and rank 0 adds.
+
+    The others see zeros, and its gradient there is zeros, so that it counts once in the gradient norm too.
+    """
+
+    def get(module: Any) -> Tensor:
+        parameter: Tensor = module._parameters[name]
+        return parameter if module.ds_etp_shard.etp_index == 0 else parameter * 0
+
+    return property(get)
+
+
+@cache
+def _sharded_class(family: type, mixin: type, once: tuple[str, ...]) -> type:
+    body: dict[str, Any] = {"__module__": family.__module__, **{name: _added_once(name) for name in once}}
+    return type(f"Sharded{family.__name__}", (mixin, family), body)
+
+
+def adopt(module: nn.Module, shard: Shard) -> None:
+    """Gives a module whose parameters were sliced its new class and its local sizes."""
+    module.ds_etp_shard = shard  # type: ignore[assignment]
+    layout, topology = shard.layout, shard.topology
+    for name, value in vars(module).items():
+        if type(value) is not int:
+            continue
+        # Families keep these sizes under names of their own (num_experts, num_local_experts, intermediate_dim, ...).
+        if "expert" in name and value == layout.num_experts:
+            setattr(module, name, value // topology.ep)
+        elif "intermediate" in name and value == layout.intermediate_size:
+            setattr(module, name, value // topology.etp)
+    once = [name for name, parameter in layout.parameters.items() if parameter.dim is None and topology.etp > 1]
+    mixin: type = layout.adapter or ShardedExperts
+    module.__class__ = _sharded_class(type(module), mixin, tuple(once))  # type: ignore[arg-type]  # hash of Module
+
+
+def shard_in_place(module: nn.Module, shard: Shard) -> None:
+    """Shrinks a module's parameters to this rank's shard and adopts it. Not for ZeRO-3 partitioned ones."""
+    for name, parameter in module.named_parameters():
+        if shard.is_whole(name, parameter):
+            parameter.data = shard.slice(name, parameter.data)
+    adopt(module, shard)
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every sharded experts module of a model, with its path."""
+    for path, module in model.named_modules():
+        if isinstance(module, ShardedExperts):
+            yield path, module
+
+
+def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of the sharded experts, with its path in the model."""
+    for path, module in sharded_modules(model):
+        for name, parameter in module.named_parameters():
+            yield f"{path}.{name}", parameter
+
+
+def check_sizes(model: nn.Module) -> None:
+    """Asserts that each rank holds its share of every expert parameter, to the element."""
+    for path, module in sharded_modules(model):
+        shard: Shard = module.ds_etp_shard
+        for name, parameter in module.named_parameters():
+            held, share = full_shape(parameter), shard.layout.parameters[name].local_shape(shard.topology)
+            assert held == share, f"{path}.{name} holds {held}, its share is {share}"

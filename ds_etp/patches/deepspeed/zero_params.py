@@ -1,0 +1,189 @@
+"""What DeepSpeed must be told about expert shards, so that ZeRO treats every one of them as distinct."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+
+from ds_etp.experts.sharded import Shard, adopt
+from ds_etp.parallel.process_groups import ExpertGroups, Peers
+
+# A group's own fields: these don't follow the group it was split from.
+_OWN_FIELDS = ("params", "name", "moe")
+
+
+def tag(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
+    """Marks parameters as expert shards of these groups.
+
+    `tensor_model_parallel` is set too: without it ZeRO-1/2 count only tensor-parallel rank 0's experts in
+    the gradient norm.
+    """
+    for parameter in parameters:
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.group_name = groups.name  # type: ignore[attr-defined]
+        parameter.ds_zero_partition_group_name = groups.name  # type: ignore[attr-defined]
+        parameter.ds_zero_placement_family = "autoep_expert"  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def follow_as_one(modules: Sequence[nn.Module]) -> None:
+    """Has ZeRO-3 follow each experts module as one, without the activation function inside.
+
+    A family's forward calls that once for each expert that got tokens, so ranks would record different traces,
+    and ZeRO-3 stops where they differ. DeepSpeed does the same by itself for a few families (Mixtral, Qwen).
+    """
+    owners = Counter(id(parameter) for module in modules for parameter in module.parameters())
+    for module in modules:
+        # ZeRO-3 (0.19.5 to 0.19.8) reduces the gradients of such a module once it has run backward. Of what two modules
+        # share (diffusion_gemma's encoder and decoder) it would lose the part of the second.
+        if all(owners[id(parameter)] == 1 for parameter in module.parameters()):
+            set_z3_leaf_module(module, True)
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether `zero.Init` has partitioned a module's parameters."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGroup) -> None:
+    """Shards a module whose parameters `zero.Init` partitioned over the world, and partitions them anew.
+
+    One parameter at a time is gathered while it is sliced: with its shard beside it, that is less than one
+    full layer. The parameter objects stay; they are partitioned over `expert_dp`. Collective over the world.
+    """
+    for name, parameter in module.named_parameters():
+        if not shard.is_whole(name, parameter):
+            continue
+        convert = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]
+        with zero.GatheredParameters([parameter]):
+            part = shard.slice(name, parameter.data)
+        for attribute in [key for key in vars(parameter) if key.startswith("ds_")]:
+            if attribute not in ("ds_zero_partition_group_name", "ds_zero_placement_family"):
+                delattr(parameter, attribute)
+        parameter.ds_zero_partition_process_group = expert_dp  # type: ignore[attr-defined]
+        parameter.data = part
+        del part
+        convert(param_list=[parameter])
+        # ZeRO's parameter methods are closures in reference cycles that keep the old full tensor alive; they
+        # must not pile up over the layers.
+        gc.collect()
+    adopt(module, shard)
+
+
+def split_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Moves the expert parameters of optimizer param groups to groups of their own, as ZeRO-1/2 want.
+
+    Args:
+        groups: an optimizer's `param_groups`; changed in place, hyperparameters kept.
+
+    Returns:
+        `groups`, with a group marked `moe` after the others for each one that had experts.
+    """
+    if any(group.get("moe") for group in groups):
+        return groups
+    for place, group in enumerate(groups):
+        group.setdefault("name", f"group{place}")
+    groups[:] = [group for group in split_params_into_different_moe_groups_for_optimizer(groups) if group["params"]]
+    return groups
+
+
+class _Following:
+    """Keeps an expert group's hyperparameters at those of the group it was split from.
+
+    A learning-rate scheduler made before `initialize` knows only the groups of that time, and would leave
+    the experts at their first rate for good. As an optimizer's step pre-hook this passes on what it
+    changes, until someone sets an expert group apart.
+    """
+
+    def __init__(self, owner: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        self._owner, self._pairs = owner, pairs
+        self._last = [self._settings(source) for source, _ in pairs]
+
+    @staticmethod
+    def _settings(group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in _OWN_FIELDS}
+
+    def __call__(self, *_: Any) -> None:
+        """Called by the optimizer before each step."""
+        # Schedulers look here to see whether they are called in the right order.
+        self._owner._opt_called = True  # type: ignore[attr-defined]
+        for (source, group), last in zip(self._pairs, self._last, strict=True):
+            for key, value in self._settings(source).items():
+                if key in last and value != last[key] and group.get(key) == last[key]:
+                    group[key] = last[key] = value
+
+
+def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A client optimizer with the experts in param groups of their own.
+
+    The client's object keeps the groups it has, which a scheduler made before counts on (torch 2.13 refuses
+    to step one that finds more groups than it was made with), and loses its experts to the returned one,
+    which shares everything else with it: the group dicts, the state, the class.
+
+    Args:
+        optimizer: a client's, with expert parameters among its groups.
+
+    Returns:
+        The optimizer to step. The client's own, where its groups are marked `moe` already.
+    """
+    if any(group.get("moe") for group in optimizer.param_groups):
+        return optimizer
+    sources = list(optimizer.param_groups)
+    owners = {id(parameter): group for group in sources for parameter in group["params"]}
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    # A scheduler wraps `step` on the instance; the wrapper would step the client's object.
+    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)(optimizer._optimizer_step_pre_hooks)
+    twin.param_groups = split_param_groups(list(sources))
+    pairs = [(owners[id(group["params"][0])], group) for group in twin.param_groups if group.get("moe")]
+    twin.register_step_pre_hook(_Following(optimizer, pairs))
+    return twin
+
+
+def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> Tensor:
+    """The 2-norm of all gradients of the whole model, for unpartitioned reduced gradients (stage 0).
+
+    Expert shards differ over the expert-model-parallel group and repeat over `expert_dp`; AutoTP's shards
+    differ over the tensor-parallel group; everything else repeats on every rank of a pipeline stage. Of what stages
+    share, the first one's counts.
+
+    Returns:
+        A scalar on the gradients' device, without a host sync.
+    """
+    parameters = list(parameters)
+    squares: dict[str, list[Tensor]] = {"expert": [], "tensor": [], "whole": []}
+    for parameter in parameters:
+        if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
+            continue
+        if is_moe_param(parameter):
+            kind = "expert"
+        elif is_model_parallel_parameter(parameter):
+            kind = "tensor"
+        else:
+            kind = "whole"
+        squares[kind].append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square())
+    reference = torch.zeros((), device=parameters[0].device)
+    total = _summed(squares["whole"], reference)
+    total = total + _over(groups.expert_model_parallel, _summed(squares["expert"], reference))
+    total = total + _over(groups.tp, _summed(squares["tensor"], reference))
+    return _over(groups.pp, total).sqrt()
+
+
+def _summed(squares: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(squares).sum() if squares else torch.zeros_like(like)
+
+
+def _over(peers: Peers, value: Tensor) -> Tensor:
+    if peers.size > 1:
+        dist.all_reduce(value, group=peers.group)
+    return value

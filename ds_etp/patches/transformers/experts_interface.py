@@ -1,0 +1,97 @@
+"""What we ask of transformers' experts interface (5.0 to 5.24), and what it asks of us."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from torch import nn
+
+from ds_etp.errors import config_error
+from ds_etp.experts.layout import ExpertsLayout
+from ds_etp.parallel.topology import Topology
+
+# What torch's grouped matrix multiply wants rows of an expert's weights to be a multiple of, in bytes.
+GROUPED_MM_ALIGNMENT = 16
+
+
+def is_aligned(module: nn.Module, layout: ExpertsLayout, topology: Topology, itemsize: int) -> bool:
+    """Whether a module's experts implementation can multiply its shards, if it can the whole experts.
+
+    torch's grouped matrix multiply raises "strides should be multiple of 16 bytes" (2.13, on the CPU and on CUDA),
+    for weights and for the activations before the down projection, whose rows are as long.
+
+    Args:
+        module: the experts module, split or not.
+        layout: of the whole module.
+        topology: what it is split by.
+        itemsize: bytes of one weight while training.
+    """
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+    def fits(columns: int) -> bool:
+        return columns * itemsize % GROUPED_MM_ALIGNMENT == 0
+
+    size = layout.intermediate_size
+    return implementation != "grouped_mm" or fits(size // topology.etp) or not fits(size)
+
+
+def run_eagerly(module: Any) -> None:
+    """Gives one module the family's own forward, whatever the model's choice is and will be."""
+    config = copy(module.config)
+    config._experts_implementation_internal = "eager"  # the property would set it in parts that the copy shares
+    module.config = config
+
+
+# What families' configs call K.
+PER_TOKEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+_USUAL_PER_TOKEN = 8
+
+
+def experts_per_token(module: nn.Module, num_experts: int) -> int:
+    """K, as a module's config has it, or the field's usual one: only the choice of a plan depends on it."""
+    config = getattr(module, "config", None)
+    for name in PER_TOKEN_NAMES:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return min(value, num_experts)
+    return min(_USUAL_PER_TOKEN, num_experts)
+
+
+def refuse_split_model(model: nn.Module) -> None:
+    """Refuses a model that transformers' own tensor or expert parallelism has split already.
+
+    Raises:
+        ConfigError: names the argument to leave out.
+    """
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if mesh is not None:
+        raise config_error(
+            "tp_plan",
+            getattr(model, "_tp_plan", None) and "auto",
+            f"in from_pretrained has split {type(model).__name__} already",
+            works="no tp_plan: set tensor_parallel.autotp_size and expert_tensor_parallel in the DeepSpeed config",
+        )
+
+
+# Implementations that skip an index of num_experts and up where a module says it is expert parallel: rows they didn't
+# compute are zeroed, forward and backward (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the
+# gradient of a gate's bias, and before 5.8 nothing is zeroed.
+_MARKING = ("grouped_mm", "batched_mm")
+
+
+def allow_marks(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
+    """Lets an experts module skip experts that are elsewhere, where it is of a kind that can.
+
+    Not with one expert a rank: the histogram of grouped_mm would read its range from the device.
+    """
+    can = hasattr(module, "_is_expert_parallel") and layout.adapter is None
+    if not can or topology.ep == 1 or layout.num_experts == topology.ep:
+        return False
+    module._is_expert_parallel = True
+    return True
+
+
+def takes_marks(module: nn.Module) -> bool:
+    """Whether an experts module that may skip experts does so under the implementation it has now."""
+    return getattr(module.config, "_experts_implementation", None) in _MARKING

@@ -1,0 +1,79 @@
+"""transformers' grouped experts forward, for rows that are in the order of their experts already.
+
+The family's own sorts (row, expert) pairs, multiplies expert by expert, and puts results back in order: several
+copies of all pairs, forward and backward. Plans copy each pair once, into that order, and sum results by row, whatever
+their order is. The multiplications are transformers' own (as called here from 5.8 to 5.24; with 5.0's, whose arguments
+are in another order, the family's own forward runs), and so is what lies between them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+from ds_etp.experts.sharded import ShardedExperts
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+_ARGUMENTS = ["input", "weight", "offs", "bias", "is_transposed"]
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+
+
+@cache
+def _is_grouped_linear(function: Any) -> bool:
+    """Whether a function takes rows `[a, in]`, by expert, and weights of each expert, as `_forward` gives them."""
+    return function is not None and list(inspect.signature(function).parameters) == _ARGUMENTS
+
+
+@cache
+def _chooses(forward: Any) -> bool:
+    """Whether a forward is the one that `use_experts_implementation` makes, which runs what the config names.
+
+    Not where a class has a forward of its own around that one: it has its reasons.
+    """
+    interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
+    return interface is moe.ALL_EXPERTS_FUNCTIONS
+
+
+def _family_forward(module: nn.Module) -> Any:
+    """The forward of a module's own class, split or not."""
+    families = (kind for kind in type(module).__mro__ if not issubclass(kind, ShardedExperts))
+    return next(vars(kind)["forward"] for kind in families if "forward" in vars(kind))
+
+
+def sorted_forward(module: nn.Module) -> Forward | None:
+    """`forward(x [a, H], index [a, 1], weights [a, 1])` to `[a, H]`, for rows in the order of their local index.
+
+    None where the module would not run transformers' own `grouped_mm` now, or does something of its own beside it.
+    """
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    linear: Any = getattr(moe, "_grouped_linear", None)
+    if (
+        implementation != "grouped_mm"
+        or not _is_grouped_linear(linear)
+        or not _chooses(_family_forward(module))
+        or moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is not moe.grouped_mm_experts_forward
+        or not all(hasattr(module, flag) for flag in _FLAGS)
+        or getattr(module, "has_post_expert_norm", False)
+    ):
+        return None
+    return lambda x, index, weights: _forward(module, linear, x, index, weights)
+
+
+def _forward(module: Any, linear: Callable[..., Tensor], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    expert = index[:, 0].contiguous()
+    numbers = torch.arange(module.num_experts, device=x.device, dtype=expert.dtype)
+    ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
+    first, gated = ("gate_up_proj", module._apply_gate) if module.has_gate else ("up_proj", module.act_fn)
+
+    def project(name: str, rows: Tensor) -> Tensor:
+        bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+        return linear(rows, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed)
+
+    out = project("down_proj", gated(project(first, x))) * weights
+    return out.to(x.dtype)

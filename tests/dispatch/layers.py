@@ -1,0 +1,127 @@
+"""One MoE layer without a model: process groups, tokens, and experts that are one matrix each.
+
+Everything here runs in worker processes. A whole case takes a fraction of a second, so that many layouts,
+plans and batches can be gone through in one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups as host
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_etp.dispatch.base import BasePlan
+from ds_etp.parallel.process_groups import ExpertGroups
+from ds_etp.parallel.topology import Topology
+
+
+@contextmanager
+def expert_groups(topology: Topology) -> Iterator[ExpertGroups]:
+    """The groups an engine would make."""
+    if topology.tp > 1:
+        host._init_tp_mesh_device(tensor_model_parallel_size=topology.tp)
+    groups = ExpertGroups(topology)
+    yield groups
+    groups.destroy()
+
+
+@dataclass
+class Tokens:
+    """A batch of one data-parallel rank, alike on its tensor-parallel peers."""
+
+    x: Tensor
+    index: Tensor
+    weights: Tensor
+    grad: Tensor
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        """Tokens and weights of their own, to take gradients of."""
+        return self.x.clone().requires_grad_(), self.weights.clone().requires_grad_()
+
+
+def make_tokens(count: int, per_token: int, experts: int, seed: int, *, hidden: int = 6) -> Tokens:
+    """Random tokens, uniformly routed to `per_token` different experts each."""
+    generator = torch.Generator().manual_seed(seed)
+    x, grad = (torch.randn(count, hidden, generator=generator, dtype=torch.float64) for _ in range(2))
+    index = torch.rand(count, experts, generator=generator).argsort(1)[:, :per_token]
+    weights = torch.rand(count, per_token, generator=generator, dtype=torch.float64)
+    return Tokens(x, index, weights, grad)
+
+
+def make_experts(experts: int, etp: int, hidden: int = 6) -> Tensor:
+    """Matrices `[E, etp, H, H]`: an expert is the sum of its etp parts, as it is of its slices."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(experts, etp, hidden, hidden, generator=generator, dtype=torch.float64)
+
+
+def apply_experts(matrices: Tensor, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of a token's experts, `matrices` `[E, H, H]`."""
+    products = torch.einsum("nkhi,ni->nkh", matrices[index], x)
+    return (products * weights[..., None]).sum(1)
+
+
+def run_plan(plan: BasePlan, matrices: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer under a plan: its output, and the gradients of tokens and weights."""
+    groups = plan.groups
+    x, weights = tokens.leaves()
+    rows = plan.dispatch(x, tokens.index, weights)
+    first = groups.ep.index * plan.local_experts
+    local = matrices[first : first + plan.local_experts, groups.expt_tp.index]
+    y = plan.combine(apply_experts(local, rows.x, rows.index, rows.weights), rows)
+    y.backward(tokens.grad)
+    assert x.grad is not None and weights.grad is not None
+    return y.detach(), x.grad, weights.grad
+
+
+def run_whole(matrices: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in one process."""
+    x, weights = tokens.leaves()
+    y = apply_experts(matrices.sum(1), x, tokens.index, weights)
+    y.backward(tokens.grad)
+    assert x.grad is not None and weights.grad is not None
+    return y.detach(), x.grad, weights.grad
+
+
+def data_rank(topology: Topology) -> int:
+    """Which batch this process has."""
+    return dist.get_rank() // topology.tp
+
+
+# Operators whose result has a shape that depends on values, beside an index of booleans.
+_SHAPED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::bincount", "aten::repeat_interleave")
+
+
+class NoReads(TorchDispatchMode):
+    """Raises where a number is read from a tensor, and counts operators whose result has a shape of its own."""
+
+    shapes = 0
+
+    def __enter__(self) -> NoReads:
+        def refuse(_: Tensor) -> Any:
+            raise AssertionError("a list is read from a tensor")
+
+        self._no_lists = mock.patch.object(Tensor, "tolist", refuse)
+        self._no_lists.start()
+        entered: NoReads = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._no_lists.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        assert name not in ("aten::_local_scalar_dense", "aten::item"), "a number is read from a tensor"
+        self.shapes += name in _SHAPED_BY_VALUES
+        if name.startswith(("aten::index", "aten::_index_put")):
+            masks = [part for part in args[1] if part is not None] if isinstance(args[1], list | tuple) else []
+            self.shapes += any(part.dtype in (torch.bool, torch.uint8) for part in masks)
+        return func(*args, **(kwargs or {}))

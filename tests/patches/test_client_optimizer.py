@@ -1,0 +1,128 @@
+"""An optimizer, and a scheduler, that the user made before `initialize`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_etp
+from ds_etp.experts.sharded import expert_parameters
+from tests.launcher import Launcher
+from tests.oracle import Recipe, train_unsharded
+from tests.sharded import Layout, ds_config, full_tensors, make_engine, run_steps, weight
+from tests.tolerances import assert_equal_runs
+
+LAYOUT = Layout(world=4, tp=2, etp=2, ep=2)
+
+
+def _config(recipe: Recipe, stage: int) -> dict[str, Any]:
+    config = ds_config(recipe, Layout(world=4, tp=2, etp=2, ep=2, stage=stage))
+    del config["optimizer"]
+    return config
+
+
+def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups, as most training scripts make them: norms don't decay."""
+    decay = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": weight_decay}]
+
+
+def train_with_client_optimizer(recipe: Recipe, stage: int, how: str) -> Any:
+    """The recipe, with the optimizer made here: before the model is sharded, or by a callable after."""
+    import deepspeed
+
+    ds_etp.register()
+    model = recipe.model().train()
+    arguments: dict[str, Any] = {}
+    if how == "groups":
+        arguments["model_parameters"] = _decay_groups(model, 0.1)
+    elif how == "callable":
+        arguments["optimizer"] = recipe.make_optimizer
+    else:
+        arguments["optimizer"] = recipe.make_optimizer(_decay_groups(model, 0.1))
+    config = _config(recipe, stage)
+    if how == "groups":
+        config["optimizer"] = recipe.optimizer_config()
+    engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
+    run = run_steps(engine, recipe, LAYOUT)
+    marked = [group for group in engine.basic_optimizer.param_groups if group.get("moe")]
+    engine.destroy()
+    return run, len(marked), {group["name"] for group in marked}
+
+
+# Every way where each kind of optimizer is: none of ZeRO's, that of stages 1 and 2, which take turns, and ZeRO-3's.
+WAYS = [
+    *((stage, how) for stage in (0, 3) for how in ("groups", "callable", "object")),
+    *((1, "groups"), (2, "callable"), (1, "object")),
+]
+
+
+@pytest.mark.parametrize(("stage", "how"), WAYS)
+def test_trains_the_experts_in_groups_of_their_own(launcher: Launcher, stage: int, how: str) -> None:
+    """Parity, with the experts' groups marked for ZeRO."""
+    recipe = Recipe(dp=2, optimizer="adamw")
+    run, marked, names = launcher.run(4, train_with_client_optimizer, recipe=recipe, stage=stage, how=how)[0]
+    assert_equal_runs(run, train_unsharded(recipe))
+    assert marked >= 1 and names == {"ep_size_4"}
+
+
+def train_with_schedule(stage: int, passed: bool) -> Any:
+    """Trains with a schedule that ends at rate zero, and returns how far experts and others move after that."""
+    import deepspeed
+
+    ds_etp.register()
+    recipe = Recipe(dp=2)
+    model = recipe.model().train()
+    optimizer = torch.optim.SGD(_decay_groups(model, 0.0), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
+    arguments = {"lr_scheduler": schedule} if passed else {}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(recipe, stage), **arguments)
+    experts = {name for name, _ in expert_parameters(engine.module)}
+    history = [full_tensors(engine, weight)]
+    for step in range(3):
+        engine.backward(engine(**recipe.batch(step, 0, dist.get_rank() // 2)).loss)
+        engine.step()
+        if not passed:
+            schedule.step()
+        history.append(full_tensors(engine, weight))
+    engine.destroy()
+    moved = [
+        {name: not torch.equal(before[name], after[name]) for name in before}
+        for before, after in itertools.pairwise(history)
+    ]
+    return [{kind: any(m[n] for n in m if (n in experts) == kind) for kind in (True, False)} for m in moved]
+
+
+@pytest.mark.parametrize("passed", [True, False], ids=["engine steps it", "script steps it"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_schedule_made_before_reaches_the_experts(launcher: Launcher, stage: int, passed: bool) -> None:
+    """The schedule knows two groups; the experts' groups, made later, follow the ones they came from."""
+    moved = launcher.run(4, train_with_schedule, stage=stage, passed=passed)[0]
+    assert moved[0] == {True: True, False: True}
+    assert moved[-1] == {True: False, False: False}, "rate zero, and something still moved"
+
+
+def states_of_experts(stage: int) -> int:
+    """How many expert parameters give their full optimizer state after one step."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    engine = make_engine(Recipe(dp=2, optimizer="adamw"), Layout(world=4, tp=2, etp=2, ep=2, stage=stage))
+    engine.backward(engine(**Recipe().batch(0, 0, dist.get_rank() // 2)).loss)
+    engine.step()
+    found = 0
+    for _, parameter in expert_parameters(engine.module):
+        state = safe_get_full_optimizer_state(parameter, "exp_avg_sq")
+        found += state is not None and bool((state > 0).any())
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_states_of_experts_can_be_read(launcher: Launcher, stage: int) -> None:
+    """Two layers of two expert parameters each."""
+    assert launcher.run(4, states_of_experts, stage=stage) == [4] * 4
