@@ -18,7 +18,7 @@ from benchmarks.environment import autoep_python
 from benchmarks.pool import ROOT, Pool
 from benchmarks.report import page
 
-PARTS = ("times", "plans", "overlap", "messages", "memory", "wire", "layers", "groups")
+PARTS = ("times", "dispatchers", "overlap", "messages", "memory", "wire", "layers", "groups")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +48,9 @@ def measure(arguments: argparse.Namespace, pools: dict[str, Pool], write: Callab
     compared = [case for case in rows.cases() if not arguments.cases or case.name in arguments.cases]
     makers = {
         "times": lambda: runs.interleaved(turns, shapes, compared, rounds, steps),
-        "plans": lambda: runs.interleaved(turns, shapes, rows.plan_cases()[: 3 if small else None], rounds, steps),
+        "dispatchers": lambda: runs.interleaved(
+            turns, shapes, rows.plan_cases()[: 3 if small else None], rounds, steps
+        ),
         "overlap": lambda: runs.interleaved(turns, shapes, rows.overlap_cases()[: 2 if small else None], rounds, steps),
         "messages": lambda: runs.interleaved(turns, shapes, rows.message_cases()[: 2 if small else None], 1, 1),
         "memory": lambda: runs.peaks(launchers, shapes[0], compared),

@@ -40,7 +40,7 @@ class Case:
         name: as it is called in tables.
         kind: `ours`, `deepspeed` (plain ZeRO data parallelism), `transformers` or `autoep`.
         environment: `main`, or `autoep` for the older transformers that DeepSpeed's AutoEP works with.
-        plan: of ours.
+        dispatcher: of ours.
         family: `mixtral`, or `glm4_moe`, which has a shared expert in every MoE block.
         overlap: whether that runs while tokens travel.
     """
@@ -52,7 +52,7 @@ class Case:
     ep: int = 1
     etp: int = 1
     environment: str = "main"
-    plan: str = "auto"
+    dispatcher: str = "auto"
     family: str = "mixtral"
     overlap: bool = False
 
@@ -88,17 +88,17 @@ def cases(world: int = 2) -> list[Case]:
 
 
 def plan_cases(world: int = 2) -> list[Case]:
-    """Ours with every plan that fits, in three layouts; `auto` among them."""
+    """Ours with every dispatcher that fits, in three layouts; `auto` among them."""
     layouts = {"tp x ep": (world, world, 1), "ep": (1, world, 1), "etp": (1, 1, world)}
     fitting = {
         "tp x ep": ("auto", "replicated", "allgather", "alltoall"),
         "ep": ("auto", "allgather", "alltoall"),
-        "etp": ("auto", "allgather", "alltoall", "alltoall_gather_first"),
+        "etp": ("auto", "allgather", "alltoall", "alltoall_etp_first"),
     }
     return [
-        Case(f"{name}: {plan}", "ours", world, tp=tp, ep=ep, etp=etp, plan=plan)
+        Case(f"{name}: {dispatcher}", "ours", world, tp=tp, ep=ep, etp=etp, dispatcher=dispatcher)
         for name, (tp, ep, etp) in layouts.items()
-        for plan in fitting[name]
+        for dispatcher in fitting[name]
     ]
 
 

@@ -27,7 +27,7 @@ def times(samples: dict[Key, Samples]) -> str:
             (
                 shape,
                 case.environment,
-                case.name + (f" ({row.plan})" if row.plan else ""),
+                case.name + (f" ({row.dispatcher})" if row.dispatcher else ""),
                 f"{passes * 1e3:.0f}",
                 f"{typical(row.processor) * 1e3:.0f}",
                 f"{whole * 1e3:.0f}",
@@ -125,22 +125,29 @@ def messages(samples: dict[Key, Samples]) -> str:
     )
 
 
-def plans(samples: dict[Key, Samples]) -> str:
-    """The plan that `auto` takes beside the fastest of those named."""
+def dispatchers(samples: dict[Key, Samples]) -> str:
+    """The dispatcher that `auto` takes beside the fastest of those named."""
     rows = []
     layouts = dict.fromkeys((shape, case.name.split(":")[0]) for shape, case in samples)
     for shape, layout in layouts:
         own = {
-            case.plan: row
+            case.dispatcher: row
             for (of, case), row in samples.items()
             if of == shape and case.name.startswith(f"{layout}:") and row.step
         }
-        named = [plan for plan in own if plan != "auto"]
-        taken = next((plan for plan in named if "auto" in own and own[plan].plan == own["auto"].plan), None)
+        named = [dispatcher for dispatcher in own if dispatcher != "auto"]
+        taken = next(
+            (
+                dispatcher
+                for dispatcher in named
+                if "auto" in own and own[dispatcher].dispatcher == own["auto"].dispatcher
+            ),
+            None,
+        )
         if taken is None:
             continue
-        best = min(named, key=lambda plan: typical(own[plan].forward_backward))
-        times = ", ".join(f"{plan} {typical(row.forward_backward) * 1e3:.0f}" for plan, row in own.items())
+        best = min(named, key=lambda dispatcher: typical(own[dispatcher].forward_backward))
+        times = ", ".join(f"{dispatcher} {typical(row.forward_backward) * 1e3:.0f}" for dispatcher, row in own.items())
         shares = [f"{ratio(own[one], own[other]):.2f}" for one, other in ((taken, best), ("auto", taken))]
         rows.append((shape, layout, taken, best, *shares, times))
     header = (
@@ -149,12 +156,12 @@ def plans(samples: dict[Key, Samples]) -> str:
         "auto took",
         "fastest",
         "taken / fastest (aim: at most 1.05)",
-        "auto / the same plan, named",
+        "auto / the same dispatcher, named",
         "ms, forward + backward",
     )
     return (
-        "## Plans\n\nWhat `auto` runs is the plan it took: launches of both, one beside the other, show how far "
-        "launches of one program differ.\n\n" + table(header, rows)
+        "## Dispatchers\n\nWhat `auto` runs is the dispatcher it took: launches of both, side by side, show how far "
+        " launches of one program differ.\n\n" + table(header, rows)
     )
 
 
@@ -170,8 +177,8 @@ def overlap(samples: dict[Key, Samples]) -> str:
             continue
         ratios = [ratio(on, off, of) or 0.0 for of in ("forward_backward", "processor", "step")]
         same = "yes" if (on.messages, on.bytes) == (off.messages, off.bytes) else "no"
-        rows.append((shape, case.name.split(":")[0], on.plan, *[f"{value:.2f}" for value in ratios], same))
-    header = ("model", "layout", "plan", "forward + backward", "its CPU time", "whole step", "same messages")
+        rows.append((shape, case.name.split(":")[0], on.dispatcher, *[f"{value:.2f}" for value in ratios], same))
+    header = ("model", "layout", "dispatcher", "forward + backward", "its CPU time", "whole step", "same messages")
     return (
         "## Overlap\n\nGLM-4-MoE, whose blocks have a shared expert: time with `overlap` / without, of steps that "
         "follow each other, medians; and whether as many messages and bytes are sent.\n\n" + table(header, rows)

@@ -52,7 +52,7 @@ def groups(folder: str, worlds: list[int]) -> list[dict[str, float]]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ds_etp.dispatch.cost import choose_plan
+    from ds_etp.dispatch.cost import choose_dispatcher
     from ds_etp.parallel.process_groups import ExpertGroups
     from ds_etp.parallel.topology import GROUP_KINDS, Topology
 
@@ -65,7 +65,7 @@ def groups(folder: str, worlds: list[int]) -> list[dict[str, float]]:
         for kind in GROUP_KINDS:
             topology.groups(kind)
         laid_out = time.perf_counter()
-        choose_plan(topology, per_token=8, experts=64, ranks_per_node=8)
+        choose_dispatcher(topology, per_token=8, experts=64, ranks_per_node=8)
         planned = time.perf_counter()
         ExpertGroups(topology).destroy()
         built = time.perf_counter()

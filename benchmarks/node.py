@@ -1,4 +1,4 @@
-"""`python -m benchmarks.node`: the times, plans, memory and growth of layers on the GPUs of one node.
+"""`python -m benchmarks.node`: the times, dispatchers, memory and growth of layers on the GPUs of one node.
 
 Every launch is a torchrun. With one GPU only what needs no peer runs, and the page says what is missing; with
 none it says so, and runs on the CPU where `--cpu` asks for it, which shows that the script works.
@@ -49,7 +49,9 @@ def missing(gpus: int, world: int) -> list[str]:
     if gpus == 0:
         notes.append("No GPU: run on the CPU, which says nothing about GPUs.")
     if world == 1:
-        notes.append("One process: no tensor or expert parallelism, no plan, no message. It takes 2 GPUs or more.")
+        notes.append(
+            "One process: no tensor or expert parallelism, no dispatcher, no message. It takes 2 GPUs or more."
+        )
     return notes
 
 
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--world", type=int, help="ranks; by default the largest power of two of GPUs")
     options.add_argument("--rounds", type=int, default=5, help="launches of each case")
     options.add_argument("--steps", type=int, default=10, help="timed steps of a launch")
-    options.add_argument("--parts", nargs="+", default=["times", "plans", "overlap", "memory", "layers"])
+    options.add_argument("--parts", nargs="+", default=["times", "dispatchers", "overlap", "memory", "layers"])
     options.add_argument("--environment", type=Path, default=ROOT / ".bench", help="where AutoEP's environment goes")
     options.add_argument("--no-autoep", action="store_true", help="leave out the cases that need it")
     options.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks", help="folder of the page")
@@ -82,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     compared = rows.cases(world) if world > 1 else single()
     makers = {
         "times": lambda: runs.interleaved(turns, shapes, compared, arguments.rounds, arguments.steps),
-        "plans": lambda: (
+        "dispatchers": lambda: (
             runs.interleaved(turns, shapes, rows.plan_cases(world), arguments.rounds, arguments.steps)
             if world > 1
             else {}

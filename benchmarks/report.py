@@ -19,8 +19,8 @@ def page(results: dict[str, Any], command: str, device: str) -> str:
     """Everything, as Markdown.
 
     Args:
-        results: any of `times`, `plans`, `overlap`, `messages`, `memory`, `wire`, `layers` and `groups`; `loads`, and
-            `shapes`.
+        results: any of `times`, `dispatchers`, `overlap`, `messages`, `memory`, `wire`, `layers` and `groups`; `loads`,
+            and `shapes`.
         command: how it was run.
         device: `cpu`, or the name of the GPUs.
     """
@@ -31,7 +31,7 @@ def page(results: dict[str, Any], command: str, device: str) -> str:
     ]
     makers = {
         "times": compared.times,
-        "plans": compared.plans,
+        "dispatchers": compared.dispatchers,
         "overlap": compared.overlap,
         "messages": compared.messages,
         "memory": _memory,
@@ -99,7 +99,7 @@ def _wire(rows: list[dict[str, Any]]) -> str:
         (
             "({}, {}, {})".format(*row["layout"]),
             row["per_token"],
-            row["plan"] + (" (auto)" if row["auto"] else ""),
+            row["dispatcher"] + (" (auto)" if row["auto"] else ""),
             f"{row['rows']:.2f}",
             f"{row['formula']:.2f}",
             f"{row['backward_rows'] - row['tp_rows']:.2f}",
@@ -114,7 +114,7 @@ def _wire(rows: list[dict[str, Any]]) -> str:
     header = (
         "(tp, ep, etp)",
         "K",
-        "plan",
+        "dispatcher",
         "rows forward",
         "formula",
         "rows backward",
@@ -160,10 +160,11 @@ def _layers(rows: list[dict[str, Any]]) -> str:
 
 
 def _groups(rows: list[dict[str, Any]]) -> str:
-    header = ("ranks", "layout, ms", "plan, ms", "groups, ms")
+    header = ("ranks", "layout, ms", "dispatcher, ms", "groups, ms")
     return (
         "## Growth of groups\n\nOn torch's fake process group: the work of one rank, without messages. etp 2, ep 4.\n\n"
         + table(
-            header, [(r["world"], *(f"{r[part] * 1e3:.2f}" for part in ("layout", "plan", "groups"))) for r in rows]
+            header,
+            [(r["world"], *(f"{r[part] * 1e3:.2f}" for part in ("layout", "dispatcher", "groups"))) for r in rows],
         )
     )

@@ -27,7 +27,7 @@ class Samples:
         forward_backward, step: seconds of the slowest rank, by launch and step.
         processor: CPU seconds of forward and backward, of all ranks together, by launch and step.
         messages, bytes: of one MoE block, forward and backward, mean over ranks and layers.
-        plan: of ours.
+        dispatcher: of ours.
         cuda_peak: bytes, on a GPU.
     """
 
@@ -36,7 +36,7 @@ class Samples:
     processor: list[list[float]] = field(default_factory=list)
     messages: float = 0.0
     bytes: float = 0.0
-    plan: str = ""
+    dispatcher: str = ""
     cuda_peak: int = 0
     error: str = ""
 
@@ -84,7 +84,7 @@ def _add(row: Samples, by_rank: list[Any] | LaunchFailed) -> str:
     row.processor.append([sum(times) for times in zip(*(rank["processor"] for rank in by_rank), strict=True)])
     row.messages = mean(layer for rank in by_rank for layer in rank["messages"])
     row.bytes = mean(layer for rank in by_rank for layer in rank["bytes"])
-    row.plan, row.cuda_peak = by_rank[0]["plan"], max(rank["peak"] for rank in by_rank)
+    row.dispatcher, row.cuda_peak = by_rank[0]["dispatcher"], max(rank["peak"] for rank in by_rank)
     wall, processor = median(row.forward_backward[-1]) * 1e3, median(row.processor[-1]) * 1e3
     return f"forward + backward {wall:.0f} ms, CPU time {processor:.0f} ms"
 

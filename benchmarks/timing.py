@@ -66,14 +66,14 @@ def timed(shape: dict[str, Any], case: dict[str, Any], folder: str, steps: int, 
         trainee.clear()
         whole.append(clock.seconds(lambda ids=ids: trainee.step(ids)))
     layers = sent_by_layers(trainee, batch(model_shape, model_case, 0, trainee.device))
-    plan = next((m.ds_etp_shard.plan for m in trainee.model.modules() if hasattr(m, "ds_etp_shard")), None)
+    dispatcher = next((m.ds_etp_shard.dispatcher for m in trainee.model.modules() if hasattr(m, "ds_etp_shard")), None)
     return {
         "forward_backward": passes[warmup:],
         "step": whole[warmup:],
         "processor": processor[warmup:],
         "messages": [len(messages) for messages in layers],
         "bytes": [sum(message.bytes for message in messages) for messages in layers],
-        "plan": type(plan).__name__ if plan else "",
+        "dispatcher": type(dispatcher).__name__ if dispatcher else "",
         "peak": torch.cuda.max_memory_allocated() if trainee.device.type == "cuda" else 0,
     }
 
@@ -85,15 +85,15 @@ def sent_by_layers(trainee: Trainee, ids: Tensor) -> list[list[Any]]:
     """
     blocks = [layer.mlp for layer in trainee.model.model.layers]
     layers: list[list[Any]] = [[] for _ in blocks]
-    marks: dict[int, int] = {}
+    uses_sentinels: dict[int, int] = {}
     hooks: list[Any] = []
 
     def watch(number: int, block: Any, recording: Recording) -> None:
         def begin(*_: Any) -> None:
-            marks[number] = len(recording.messages)
+            uses_sentinels[number] = len(recording.messages)
 
         def end(*_: Any) -> None:
-            layers[number] += recording.messages[marks[number] :]
+            layers[number] += recording.messages[uses_sentinels[number] :]
 
         hooks.append(block.register_forward_pre_hook(begin))
         hooks.append(block.register_forward_hook(end))

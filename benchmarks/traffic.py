@@ -1,4 +1,4 @@
-"""Rows and bytes that one MoE layer really sends under each plan, recorded, and the formulas beside them.
+"""Rows and bytes that one MoE layer really sends under each dispatcher, recorded, and the formulas beside them.
 
 Experts are left out: what travels doesn't depend on them.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.recorder import Recording, record
-from ds_etp.dispatch.cost import choose_plan, megatron_rows, tokens_are_replicated, traffic
+from ds_etp.dispatch.cost import choose_dispatcher, megatron_rows, tokens_are_replicated, traffic
 from ds_etp.parallel.topology import Topology
 
 EXPERTS = 64
@@ -25,7 +25,7 @@ def topology_of(sizes: tuple[int, int, int]) -> Topology:
 
 
 def recorded(sizes: list[int], per_token: int, folder: str, owned: int = OWNED) -> dict[str, Any]:
-    """What this rank sends, by plan: forward and backward rows and bytes per owned token, and collectives.
+    """What this rank sends, by dispatcher: forward and backward rows and bytes per owned token, and collectives.
 
     Rows of the gather over tp, which attention needs in any case, are counted apart. An all-reduce over the
     tensor-parallel group is a merge and that gather in one.
@@ -33,7 +33,7 @@ def recorded(sizes: list[int], per_token: int, folder: str, owned: int = OWNED) 
     import torch.distributed as dist
     from deepspeed.utils import groups as host
 
-    from ds_etp.dispatch.registry import PLANS
+    from ds_etp.dispatch.registry import DISPATCHERS
     from ds_etp.parallel.process_groups import ExpertGroups
 
     topology = topology_of((sizes[0], sizes[1], sizes[2]))
@@ -47,14 +47,14 @@ def recorded(sizes: list[int], per_token: int, folder: str, owned: int = OWNED) 
     scores = torch.rand(tokens, per_token, generator=generator)
     tp_group = groups.tp.group.group_name if groups.tp.group is not None else None
     results = {}
-    for name, plan_class in PLANS.items():
+    for name, plan_class in DISPATCHERS.items():
         if name == "replicated" and not tokens_are_replicated(topology):
             continue
-        plan = plan_class(groups, EXPERTS)
+        dispatcher = plan_class(groups, EXPERTS)
         x, weights = hidden.clone().requires_grad_(), scores.clone().requires_grad_()
         with record() as forward:
-            rows = plan.dispatch(x, index, weights)
-            y = plan.combine(rows.x * rows.weights.sum(1, keepdim=True), rows)
+            rows = dispatcher.dispatch(x, index, weights)
+            y = dispatcher.combine(rows.x * rows.weights.sum(1, keepdim=True), rows)
         with record() as backward:
             y.square().sum().backward()
         row_count, tp_rows = _rows(forward, tp_group)
@@ -83,7 +83,7 @@ def _rows(recording: Recording, tp_group: str | None) -> tuple[float, float]:
 
 
 def wire_rows(run: Any, layouts: Any, per_tokens: Any, owned: int = OWNED) -> list[dict[str, Any]]:
-    """A row for every layout, K and plan: recorded means over ranks beside the formulas.
+    """A row for every layout, K and dispatcher: recorded means over ranks beside the formulas.
 
     Args:
         run: `run(world, function, **arguments)`, on real processes.
@@ -95,17 +95,19 @@ def wire_rows(run: Any, layouts: Any, per_tokens: Any, owned: int = OWNED) -> li
             by_rank = run(
                 topology.world, "benchmarks.traffic:recorded", sizes=list(sizes), per_token=per_token, owned=owned
             )
-            chosen = choose_plan(topology, per_token=per_token, experts=EXPERTS).plan
-            for plan in by_rank[0]:
-                expected = traffic(plan, topology, per_token=per_token, experts=EXPERTS)
-                means = {key: sum(rank[plan][key] for rank in by_rank) / len(by_rank) for key in by_rank[0][plan]}
+            chosen = choose_dispatcher(topology, per_token=per_token, experts=EXPERTS).dispatcher
+            for dispatcher in by_rank[0]:
+                expected = traffic(dispatcher, topology, per_token=per_token, experts=EXPERTS)
+                means = {
+                    key: sum(rank[dispatcher][key] for rank in by_rank) / len(by_rank) for key in by_rank[0][dispatcher]
+                }
                 table.append(
                     {
                         "layout": list(sizes),
                         "world": topology.world,
                         "per_token": per_token,
-                        "plan": plan,
-                        "auto": plan == chosen,
+                        "dispatcher": dispatcher,
+                        "auto": dispatcher == chosen,
                         **means,
                         "formula": expected.total,
                         "formula_collectives": expected.collectives,

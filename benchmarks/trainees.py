@@ -133,12 +133,12 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
     if case.tp > 1:
         config["tensor_parallel"] = {"autotp_size": case.tp}
     if case.kind == "ours":
-        config["expert_tensor_parallel"] = {"etp_size": case.etp, "ep_size": case.ep, "plan": case.plan}
+        config["expert_tensor_parallel"] = {"etp_size": case.etp, "ep_size": case.ep, "dispatcher": case.dispatcher}
         config["expert_tensor_parallel"] |= {"overlap": True} if case.overlap else {}
     if case.kind == "autoep":
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ep, "preset_model": "mixtral"}
         if case.tp > 1:
-            # AutoTP refuses transformers' own plan for its experts' entries: the rest of it, spelled out.
+            # AutoTP refuses transformers' own dispatcher for its experts' entries: the rest of it, spelled out.
             config["tensor_parallel"]["partition_config"] = {"layer_specs": _ATTENTION}
     return config
 

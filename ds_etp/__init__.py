@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ds_etp.engine import register, unregister
     from ds_etp.errors import CheckpointError, ConfigError
     from ds_etp.experts.fuse import fuse_experts
-    from ds_etp.experts.layout import Cut
+    from ds_etp.experts.layout import ShardSpec
     from ds_etp.experts.registry import register_layout
+    from ds_etp.experts.sharded import ShardedExperts
     from ds_etp.loading.from_pretrained import from_pretrained
     from ds_etp.parallel.topology import Topology
 
@@ -28,7 +29,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
-    "Cut",
+    "ShardSpec",
+    "ShardedExperts",
     "Topology",
     "from_pretrained",
     "fuse_experts",
@@ -45,7 +47,8 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "ds_etp.errors",
     "ConfigError": "ds_etp.errors",
-    "Cut": "ds_etp.experts.layout",
+    "ShardSpec": "ds_etp.experts.layout",
+    "ShardedExperts": "ds_etp.experts.sharded",
     "Topology": "ds_etp.parallel.topology",
     "from_pretrained": "ds_etp.loading.from_pretrained",
     "fuse_experts": "ds_etp.experts.fuse",
@@ -63,6 +66,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name == "pipeline":
         return import_module("ds_etp.pipeline")
+    aliases = import_module("ds_etp.aliases")
+    if name in aliases.PUBLIC_NAMES:
+        return aliases.renamed_class(name, __getattr__(aliases.PUBLIC_NAMES[name]))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

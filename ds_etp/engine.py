@@ -20,31 +20,36 @@ from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
-from ds_etp.dispatch.cost import Choice, tokens_are_replicated
+from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
-from ds_etp.experts.build import lay_shared_beside, make_shard, unaligned_shards, without_effect
-from ds_etp.experts.checks import checked_layouts, chosen_plans, plan_rows
+from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
+from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
 from ds_etp.loading.reader import ShardReader
-from ds_etp.loading.unread import is_unread, unread_modules, with_progress
+from ds_etp.loading.unread import deferred_modules, is_deferred, with_progress
 from ds_etp.log import log_table, logger
-from ds_etp.parallel.process_groups import ExpertGroups, check_name
+from ds_etp.parallel.process_groups import ExpertGroups, check_group_name_free
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.accelerate import install_get_state_dict
 from ds_etp.patches.deepspeed import optimizers, overrides
 from ds_etp.patches.deepspeed import pipeline_autotp as stage_tp
 from ds_etp.patches.deepspeed import ulysses as sequence
 from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
-from ds_etp.patches.deepspeed.autotp import frozen_left_alone, plan_without_experts
-from ds_etp.patches.deepspeed.autotp_column_inputs import share_inputs
+from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
+from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
 from ds_etp.patches.deepspeed.engine import engine_patches
-from ds_etp.patches.deepspeed.pipeline import checked_stages, forget_grid, gathered_choices, stage_count
-from ds_etp.patches.deepspeed.pipeline_grad_norm import count_every_stage
+from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
+from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
 from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
-from ds_etp.patches.deepspeed.zero3_leaf_inputs import give_inputs_gradients
-from ds_etp.patches.deepspeed.zero_params import follow_as_one, is_partitioned, shard_partitioned, tag
+from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
+from ds_etp.patches.deepspeed.zero_params import (
+    is_partitioned,
+    mark_expert_params,
+    set_zero3_leaf_modules,
+    shard_partitioned,
+)
 from ds_etp.patches.peft.autotp_lora import adapters_split_with_layers
 from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, split_adapters
 from ds_etp.patches.transformers.experts_interface import run_eagerly
@@ -62,7 +67,7 @@ class Extension:
         topology: the sizes it came to.
         layouts: the layout of each experts module of this rank's stage, by path; empty until the model is known.
         groups: the process groups; None until the model is sharded.
-        choices: the plan of each experts module, by path, and what it moves; empty until the model is sharded.
+        choices: the dispatcher of each experts module, by path, and what it moves; empty until the model is sharded.
         checked: whether the model is known, and its layouts with it.
     """
 
@@ -70,7 +75,7 @@ class Extension:
     topology: Topology
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
     groups: ExpertGroups | None = None
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, DispatchChoice] = field(default_factory=dict)
     checked: bool = False
 
 
@@ -92,12 +97,12 @@ class _Events:
         check_sequence_version(cp)
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
-        block_config.check_plan(block, topology)
-        check_name(topology)
+        block_config.check_dispatcher(block, topology)
+        check_group_name_free(topology)
         engine.ds_etp = Extension(block, topology)
 
     @contextmanager
-    def around_tensor_parallel(self, engine: Any, model: nn.Module) -> Iterator[None]:
+    def wrap_autotp(self, engine: Any, model: nn.Module) -> Iterator[None]:
         """Checks the layers before AutoTP makes a group, and keeps the experts out of its plan."""
         extension = _extension(engine)
         if extension is None:
@@ -108,9 +113,9 @@ class _Events:
             sequence_tp.check_heads(model, extension.topology)
         paths = [plain_path(path) for path in extension.layouts]
         with (
-            stage_tp.plan_of_layers(model) if engine.pipeline_parallelism else nullcontext(),
-            plan_without_experts(model, paths),
-            frozen_left_alone(model),
+            stage_tp.tp_plan_from_hf_names(model) if engine.pipeline_parallelism else nullcontext(),
+            tp_plan_without_experts(model, paths),
+            skip_frozen_grad_hooks(model),
             adapters_split_with_layers(model),
         ):
             yield
@@ -119,25 +124,25 @@ class _Events:
         """Shards the experts and tells DeepSpeed about them."""
         extension = _extension(engine)
         if extension is None:
-            _refuse_unread(model)
+            _refuse_deferred(model)
             return
         _check_model(engine, model, extension)
         if extension.topology.tp > 1 and extension.topology.cp > 1:
             sequence_tp.lay_out_sequences(engine, model, extension.topology)
         if extension.topology.tp > 1:
-            share_inputs(model)
+            fuse_column_input_grads(model)
         if extension.topology.tp > 1 and engine.pipeline_parallelism:
-            stage_tp.keep_stages(engine, model)
+            stage_tp.restore_pipeline_mpu(engine, model)
         pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
         extension.groups = groups = ExpertGroups(extension.topology, pipeline)
         overrides.on_destroy(engine, groups.destroy)
         if engine.pipeline_parallelism:
-            overrides.on_destroy(engine, partial(forget_grid, engine))
+            overrides.on_destroy(engine, partial(clear_global_mpu, engine))
             refuse_stage_files(model)
         per_node = _ranks_per_node(engine.device)
-        extension.choices = chosen_plans(model, extension.layouts, extension.topology, extension.block, per_node)
+        extension.choices = choose_dispatchers(model, extension.layouts, extension.topology, extension.block, per_node)
         half = engine.fp16_enabled() or engine.bfloat16_enabled()
-        unaligned, warning = unaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
+        unaligned, warning = misaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
         for path in unaligned:
             run_eagerly(model.get_submodule(path))
         reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
@@ -147,7 +152,7 @@ class _Events:
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
         _log(extension)
-        for sentence in filter(None, (warning, *without_effect(model, extension.block))):
+        for sentence in filter(None, (warning, *ineffective_options(model, extension.block))):
             _warn(sentence)
 
 
@@ -172,8 +177,8 @@ def _context_size(engine: Any) -> int:
     return cp
 
 
-def _refuse_unread(model: nn.Module) -> None:
-    for path in unread_modules(model):
+def _refuse_deferred(model: nn.Module) -> None:
+    for path in deferred_modules(model):
         raise config_error(
             "expert_tensor_parallel",
             None,
@@ -189,7 +194,7 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     raw, topology = engine._config._param_dict, extension.topology
     check = partial(checked_layouts, model, topology, raw)
     if engine.pipeline_parallelism:
-        extension.layouts = checked_stages(engine, model, partial(check, is_stage=True), topology.tp)
+        extension.layouts = validate_stages(engine, model, partial(check, is_stage=True), topology.tp)
     else:
         extension.layouts = check()
     extension.checked = True
@@ -209,15 +214,17 @@ def _shard_model(
 ) -> None:
     block = extension.block
     modules = {path: model.get_submodule(path) for path in extension.layouts}
-    follow_as_one(list(modules.values()))
-    beside = lay_shared_beside(model, modules, _warn) if block.overlap else {}
+    set_zero3_leaf_modules(list(modules.values()))
+    shared_overlap = enable_shared_expert_overlap(model, modules, _warn) if block.overlap else {}
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
-        shard = make_shard(path, module, layout, groups, extension.choices[path].plan, block, beside.get(path))
-        tag(module.parameters(), groups)
+        shard = make_shard(
+            path, module, layout, groups, extension.choices[path].dispatcher, block, shared_overlap.get(path)
+        )
+        mark_expert_params(module.parameters(), groups)
         if is_partitioned(module):
             shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
-        elif is_unread(module):
+        elif is_deferred(module):
             reader.read(module, shard)
         else:
             shard_in_place(module, shard)
@@ -226,7 +233,7 @@ def _shard_model(
     split_adapters(model, zero3=zero3)
     if zero3:
         blocks = {plain_path(path).rpartition(".")[0] for path in extension.layouts}
-        give_inputs_gradients(model.get_submodule(path) for path in sorted(blocks))
+        require_input_grads(model.get_submodule(path) for path in sorted(blocks))
 
 
 def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
@@ -237,16 +244,16 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_checkpoints(engine)
     install_exports(engine, model)
     install_get_state_dict()
-    optimizers.give_experts_their_groups(engine)
-    overrides.after_optimizer(engine, lambda: optimizers.correct_optimizer(engine, groups))
+    optimizers.split_moe_param_groups(engine)
+    overrides.after_optimizer(engine, lambda: optimizers.patch_optimizer(engine, groups))
     stage = int(engine.zero_optimization_stage())
     if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
-        optimizers.give_true_norm_at_stage_0(engine, groups)
+        optimizers.fix_stage0_grad_norm(engine, groups)
     if groups.topology.pp > 1:
-        overrides.after_optimizer(engine, lambda: count_every_stage(engine, groups))
+        overrides.after_optimizer(engine, lambda: fix_pipeline_grad_norm(engine, groups))
     if groups.topology.cp > 1:
-        sequence.average_over_all_ranks(engine)
-        overrides.after_optimizer(engine, lambda: sequence.average_in_optimizer(engine))
+        sequence.fix_stage0_grad_scale(engine)
+        overrides.after_optimizer(engine, lambda: sequence.fix_zero_grad_scale(engine))
     check_first_gradients(engine, groups.tp)
     if stage == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
@@ -264,8 +271,8 @@ def _log(extension: Extension) -> None:
         choices = gathered_choices(choices, topology)
     if dist.get_rank() != 0:
         return
-    rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "plan"]
-    rows.extend(plan_rows(choices, block))
+    rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "dispatcher"]
+    rows.extend(dispatcher_rows(choices, block))
     rows.append(("experts modules", str(len(choices))))
     log_table("expert tensor parallelism", rows)
 

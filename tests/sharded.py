@@ -32,7 +32,7 @@ class Layout:
         sp: ranks that share each sequence (Ulysses).
         stage: ZeRO stage.
         zero_init: builds the model under `zero.Init`.
-        plan: the block's plan.
+        dispatcher: the block's dispatcher.
         with_block: whether the config has our block; without, the run is plain DeepSpeed.
         extra: entries that are merged over the DeepSpeed config, one level deep.
     """
@@ -44,7 +44,7 @@ class Layout:
     stage: int = 1
     dtype: str = "fp32"
     zero_init: bool = False
-    plan: str = "auto"
+    dispatcher: str = "auto"
     with_block: bool = True
     extra: tuple[tuple[str, Any], ...] = field(default=())
     sp: int = 1
@@ -79,7 +79,11 @@ def ds_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     if layout.with_block:
-        config["expert_tensor_parallel"] = {"etp_size": layout.etp, "ep_size": layout.ep, "plan": layout.plan}
+        config["expert_tensor_parallel"] = {
+            "etp_size": layout.etp,
+            "ep_size": layout.ep,
+            "dispatcher": layout.dispatcher,
+        }
     if layout.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     if layout.tp > 1:

@@ -91,8 +91,8 @@ class DenseWeights(ShardedExperts):
         chosen, index = weights.topk(2)
         return super().forward(x, index, chosen)
 
-    def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """See `ShardedExperts.on_local_rows`."""
+    def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """See `ShardedExperts.local_experts_forward`."""
         dense = weights.new_zeros(len(x), len(self.wide)).scatter(1, index, weights)  # type: ignore[attr-defined]
         partial: Tensor = super(ShardedExperts, self).forward(x, dense)  # type: ignore[misc]
         return partial
@@ -100,7 +100,11 @@ class DenseWeights(ShardedExperts):
 
 def register_own_experts() -> None:
     """What docs/own-experts.md has a user write."""
-    cuts = {"wide": ds_etp.Cut(dim=2, width=2), "back": ds_etp.Cut(dim=1), "shift": ds_etp.Cut(dim=None)}
+    cuts = {
+        "wide": ds_etp.ShardSpec(dim=2, interleave=2),
+        "back": ds_etp.ShardSpec(dim=1),
+        "shift": ds_etp.ShardSpec(dim=None),
+    }
     ds_etp.register_layout(OwnExperts, cuts, adapter=DenseWeights)
 
 

@@ -22,7 +22,7 @@ from ds_etp.checkpoint.load import LoadRequest, load
 from ds_etp.checkpoint.save import SaveRequest, save
 from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
-from ds_etp.parallel.consensus import agreed, from_first
+from ds_etp.parallel.consensus import broadcast_object, raise_on_all_ranks
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.optimizer_states import states_of
@@ -86,7 +86,7 @@ def save_checkpoint(
         exclude_frozen=exclude_frozen_parameters,
     )
     states = None
-    with agreed("saving a checkpoint"):
+    with raise_on_all_ranks("saving a checkpoint"):
         states = states_of(engine)
         request.engine["loss_scale"] = states.loss_scale()
     assert states is not None
@@ -134,7 +134,7 @@ def load_checkpoint(
     layout = _layout(engine, topology)
     request = LoadRequest(Path(load_dir) / str(tag), strict=load_module_strict, optimizer=optimizer, layout=layout)
     states = None
-    with agreed("loading a checkpoint"):
+    with raise_on_all_ranks("loading a checkpoint"):
         states = states_of(engine)
     assert states is not None
     index, state = load(engine.module, states, topology, request)
@@ -148,10 +148,10 @@ def load_checkpoint(
 def _latest_tag(directory: Path) -> str | None:
     """The tag that rank 0 finds in `latest`; None, with a warning, where there is none."""
     path, tag = directory / LATEST, None
-    with agreed(f"loading the latest checkpoint of {directory}"):
+    with raise_on_all_ranks(f"loading the latest checkpoint of {directory}"):
         if dist.get_rank() == 0 and path.is_file():
             tag = path.read_text().strip()
-    tag = from_first(tag)
+    tag = broadcast_object(tag)
     if tag is None and dist.get_rank() == 0:
         logger().warning(
             "Unable to find latest file at %s, if trying to load latest checkpoint please ensure this file exists "

@@ -35,7 +35,7 @@ _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 
 @dataclass(frozen=True)
-class Box:
+class Chunk:
     """A block of a tensor: `size[d]` entries from `start[d]` on, along each dimension d."""
 
     start: Shape
@@ -46,16 +46,16 @@ class Box:
         """How many entries it has."""
         return prod(self.size)
 
-    def overlap(self, other: Box) -> Box | None:
+    def overlap(self, other: Chunk) -> Chunk | None:
         """The block that two boxes of one tensor share; None where they share nothing."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         size = tuple(last - first for first, last in zip(start, stop, strict=True))
-        return Box(start, size) if all(n > 0 for n in size) else None
+        return Chunk(start, size) if all(n > 0 for n in size) else None
 
-    def relative_to(self, origin: Shape) -> Box:
+    def relative_to(self, origin: Shape) -> Chunk:
         """The same block counted from `origin`."""
-        return Box(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.size)
+        return Chunk(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.size)
 
     def slices(self) -> tuple[slice, ...]:
         """For indexing a tensor, or the result of safetensors' `get_slice`."""
@@ -63,7 +63,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalChunk:
     """One box that a rank holds, and where.
 
     Attributes:
@@ -72,19 +72,19 @@ class Piece:
         number: the box's number among all boxes of the tensor, the same on every replica.
     """
 
-    box: Box
+    box: Chunk
     local_start: Shape
     number: int
 
     def of(self, local: Tensor) -> Tensor:
         """The piece, a view of the rank's own tensor."""
-        return local[Box(self.local_start, self.box.size).slices()]
+        return local[Chunk(self.local_start, self.box.size).slices()]
 
 
-def whole_piece(shape: Shape) -> Piece:
+def whole_piece(shape: Shape) -> LocalChunk:
     """All of a tensor, held by one rank."""
     origin = (0,) * len(shape)
-    return Piece(Box(origin, shape), origin, 0)
+    return LocalChunk(Chunk(origin, shape), origin, 0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class LogicalTensor:
     local_shape: Shape
     kind: Kind
     parameter: nn.Parameter
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalChunk, ...]
     replicas: tuple[int, ...]
     writer: int
 
@@ -137,7 +137,7 @@ def logical_tensors(model: nn.Module, topology: Topology, rank: int) -> list[Log
         meta = getattr(parameter, _AUTOTP_META, None)
         kind: Kind = "whole"
         shape = local
-        pieces: tuple[Piece, ...] = (whole_piece(local),)
+        pieces: tuple[LocalChunk, ...] = (whole_piece(local),)
         if name in experts:
             kind = "expert"
             layout, shard = experts[name]
@@ -165,7 +165,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield hub_name(f"{path}.{name}" if path else name), buffer
 
 
-def strips(shape: Shape, dim: int, widths: Sequence[Sequence[int]], index: int) -> tuple[Piece, ...]:
+def shard_chunks(shape: Shape, dim: int, widths: Sequence[Sequence[int]], index: int) -> tuple[LocalChunk, ...]:
     """What rank `index` holds of a tensor whose dimension `dim` is cut block by block.
 
     Args:
@@ -183,38 +183,38 @@ def strips(shape: Shape, dim: int, widths: Sequence[Sequence[int]], index: int) 
         if shares[index]:
             start, size, local_start = [0] * len(shape), list(shape), [0] * len(shape)
             start[dim], size[dim], local_start[dim] = logical + sum(shares[:index]), shares[index], local
-            box = Box(tuple(start), tuple(size))
-            pieces.append(Piece(box, tuple(local_start), index * len(widths) + block))
+            box = Chunk(tuple(start), tuple(size))
+            pieces.append(LocalChunk(box, tuple(local_start), index * len(widths) + block))
         logical += sum(shares)
         local += shares[index]
     return tuple(pieces)
 
 
-def expert_pieces(layout: ParameterLayout, shard: Shard) -> tuple[Piece, ...]:
+def expert_pieces(layout: ParameterLayout, shard: Shard) -> tuple[LocalChunk, ...]:
     """What a rank holds of one parameter of its experts."""
     rows, columns = layout.widths(shard.topology)
     if columns is None or layout.dim is None:
-        return strips(layout.shape, 0, rows, shard.ep_index)
-    across = strips(layout.shape, layout.dim, columns, shard.etp_index)
+        return shard_chunks(layout.shape, 0, rows, shard.ep_index)
+    across = shard_chunks(layout.shape, layout.dim, columns, shard.etp_index)
     pieces = []
-    for row in strips(layout.shape, 0, rows, shard.ep_index):
+    for row in shard_chunks(layout.shape, 0, rows, shard.ep_index):
         for column in across:
             box = row.box.overlap(column.box)
             assert box is not None
             local_start = (row.local_start[0], *column.local_start[1:])
             number = row.number * len(columns) * shard.topology.etp + column.number
-            pieces.append(Piece(box, local_start, number))
+            pieces.append(LocalChunk(box, local_start, number))
     return tuple(pieces)
 
 
 def _autotp_pieces(
     name: str, meta: dict[str, Any], local: Shape, topology: Topology, index: int
-) -> tuple[Shape, tuple[Piece, ...]]:
+) -> tuple[Shape, tuple[LocalChunk, ...]]:
     shape: Any = meta.get("logical_shape") or meta.get("original_shape")
     dim: Any = meta.get("partition_dim")
     widths: Any = meta.get("sub_param_shard_widths") or [meta.get("partition_sizes")]
     if None not in (shape, dim, widths[0]) and not meta.get("unsupported_reason"):
-        pieces = strips(tuple(shape), dim, widths, index)
+        pieces = shard_chunks(tuple(shape), dim, widths, index)
         held = (*shape[:dim], sum(shares[index] for shares in widths), *shape[dim + 1 :])
         if held == local and sum(map(sum, widths)) == shape[dim]:
             return tuple(shape), pieces
@@ -236,11 +236,11 @@ class Copy:
 
     source: int
     target: int
-    read: Box
-    write: Box
+    read: Chunk
+    write: Chunk
 
 
-def copies(stored: Sequence[Box], wanted: Sequence[Box]) -> Iterator[Copy]:
+def read_plan(stored: Sequence[Chunk], wanted: Sequence[Chunk]) -> Iterator[Copy]:
     """What to copy where, so that the wanted boxes are filled from the stored ones of the same tensor.
 
     Where the stored boxes tile the tensor, every entry of every wanted box is written once.
@@ -252,7 +252,7 @@ def copies(stored: Sequence[Box], wanted: Sequence[Box]) -> Iterator[Copy]:
                 yield Copy(source, target, shared.relative_to(have.start), shared.relative_to(want.start))
 
 
-def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str | None:
+def coverage_error(shape: Shape, boxes: Iterable[Chunk]) -> str | None:
     """What keeps boxes from covering a tensor exactly once, in words; None where they do.
 
     Boxes of a regular cut are one cell each of the grid that all their edges make, so that this takes time

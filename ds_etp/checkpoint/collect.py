@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_etp.checkpoint.chunks import Box, LogicalTensor, Shape
+from ds_etp.checkpoint.chunks import Chunk, LogicalTensor, Shape
 from ds_etp.checkpoint.format import WEIGHT, Index, StoredBox, StoredTensor
 from ds_etp.checkpoint.states import EngineStates, settings
-from ds_etp.checkpoint.walk import Fact
+from ds_etp.checkpoint.walk import TensorMetadata
 from ds_etp.checkpoint.writer import FileFacts
 from ds_etp.errors import CheckpointError
 
@@ -20,11 +20,11 @@ class Written:
     """A rank's file, and the boxes in it: key of the tensor, number of the box, the box."""
 
     file: FileFacts | None
-    boxes: list[tuple[str, int, Box]]
+    boxes: list[tuple[str, int, Chunk]]
 
 
 @dataclass(frozen=True)
-class StageFacts:
+class StageMetadata:
     """What a stage's ranks know alike of its parameters.
 
     Attributes:
@@ -38,7 +38,7 @@ class StageFacts:
     stepped: dict[str, tuple[dict[str, Any], dict[str, float]]]
 
     @classmethod
-    def of(cls, tensors: list[LogicalTensor], states: EngineStates) -> StageFacts:
+    def of(cls, tensors: list[LogicalTensor], states: EngineStates) -> StageMetadata:
         """This rank's."""
         stepped = {}
         for tensor in tensors:
@@ -49,7 +49,9 @@ class StageFacts:
         return cls({tensor.name: tensor.shape for tensor in tensors}, frozen, stepped)
 
 
-def gathered(written: Written, own: StageFacts | None, firsts: tuple[int, ...]) -> tuple[list[Written], StageFacts]:
+def gathered(
+    written: Written, own: StageMetadata | None, firsts: tuple[int, ...]
+) -> tuple[list[Written], StageMetadata]:
     """On rank 0, what each rank wrote and what all stages hold; elsewhere nothing. Collective over the world.
 
     Args:
@@ -60,7 +62,7 @@ def gathered(written: Written, own: StageFacts | None, firsts: tuple[int, ...]) 
     rank, world = dist.get_rank(), dist.get_world_size()
     answers: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object((written, own), answers, dst=0)
-    union = StageFacts({}, [], {})
+    union = StageMetadata({}, [], {})
     for first in firsts if answers else ():
         facts = answers[first][1]  # type: ignore[index]
         new = facts.shapes.keys() - union.shapes.keys()  # of what stages share, the first one's counts
@@ -70,7 +72,9 @@ def gathered(written: Written, own: StageFacts | None, firsts: tuple[int, ...]) 
     return [files for files, _ in answers or ()], union
 
 
-def index_of(walk: list[Fact], by_rank: list[Written], facts: StageFacts, optimizer_class: str | None) -> Index:
+def index_of(
+    walk: list[TensorMetadata], by_rank: list[Written], facts: StageMetadata, optimizer_class: str | None
+) -> Index:
     """The index of a save, its files without the suffix of their generation.
 
     Raises:
@@ -95,7 +99,7 @@ def index_of(walk: list[Fact], by_rank: list[Written], facts: StageFacts, optimi
     return index
 
 
-def _optimizer(optimizer_class: str, facts: StageFacts) -> dict[str, Any]:
+def _optimizer(optimizer_class: str, facts: StageMetadata) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
     scalars: dict[str, dict[str, float]] = {}

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from deepspeed import zero
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.chunks import Box, LogicalTensor, logical_tensors, persistent_buffers, whole_piece
+from ds_etp.checkpoint.chunks import Chunk, LogicalTensor, logical_tensors, persistent_buffers, whole_piece
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, Stored
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, Spec, Tensors, ToHub
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.errors import CheckpointError
-from ds_etp.parallel.consensus import everyone, from_first, raise_together
+from ds_etp.parallel.consensus import all_gather_object, broadcast_object, raise_if_any_failed
 from ds_etp.parallel.topology import Topology
 
 
@@ -71,8 +71,10 @@ class LiveTensors:
         asked = rank in {peer for source in own.values() for peer in source.holders}
         parts = {t.name: (t.local_shape, t.pieces) for t in wanted}
         parts |= {name: (tuple(b.shape), (whole_piece(tuple(b.shape)),)) for name, b in self._buffers.items()}
-        self._parts = everyone(parts if asked else None)
-        self._sources = own if topology.pp == 1 else _first_sources(everyone(own if rank == self._first else {}))
+        self._parts = all_gather_object(parts if asked else None)
+        self._sources = (
+            own if topology.pp == 1 else _first_sources(all_gather_object(own if rank == self._first else {}))
+        )
         self.specs = {name: source.spec for name, source in self._sources.items()}
 
     def _own_sources(self, topology: Topology, wanted: list[LogicalTensor]) -> dict[str, _Source]:
@@ -104,7 +106,7 @@ class LiveTensors:
                 return None
             spec = source.spec
             full = torch.empty(spec.shape, dtype=spec.dtype)
-            filled: set[Box] = set()
+            filled: set[Chunk] = set()
             for holder in source.holders:
                 shape, pieces = self._parts[holder][name]
                 if holder == rank:
@@ -234,7 +236,7 @@ def write_weights(
         except Exception as error:
             failure = error
     names = target.portions if target is not None else []
-    for portion in from_first(names) if live else names:
+    for portion in broadcast_object(names) if live else names:
         # After a failure too: the other ranks are on their way to the next tensor.
         found = {name: tensor for name in portion if (tensor := tensors.full(name)) is not None}
         if target is not None and failure is None:
@@ -249,6 +251,6 @@ def write_weights(
             failure = failure or error
     what = f"writing a model to {folder}"
     if live:
-        raise_together(what, failure)
+        raise_if_any_failed(what, failure)
     elif failure is not None:
         raise CheckpointError(f"{what} failed: {failure}") from failure

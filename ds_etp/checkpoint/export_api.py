@@ -30,7 +30,7 @@ from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
-from ds_etp.patches.deepspeed.shard_save_guard import refuse_shards
+from ds_etp.patches.deepspeed.shard_save_guard import refuse_shard_saves
 from ds_etp.patches.peft.expert_lora import is_peft_model
 from ds_etp.patches.peft.export import save_adapters, without_empty_wrapper
 from ds_etp.patches.transformers.empty_models import check_names, model_of_checkpoint, model_of_stages
@@ -193,7 +193,7 @@ def install_exports(engine: Any, model: nn.Module) -> None:
     def consolidate(_: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(consolidated_state_dict, engine)
 
-    refuse_shards(model)
+    refuse_shard_saves(model)
     override(engine, "zero_gather_16bit_weights_on_model_save", allowed)
     for name, make in {
         "save_16bit_model": save,

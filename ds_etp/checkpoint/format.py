@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds_etp.checkpoint.chunks import Box, Shape, copies, tiling_fault
+from ds_etp.checkpoint.chunks import Chunk, Shape, coverage_error, read_plan
 from ds_etp.checkpoint.writer import FileFacts, hash_file
 from ds_etp.errors import CheckpointError
 
@@ -43,7 +43,7 @@ _TORCH_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 class StoredBox:
     """A box and the file it is in."""
 
-    box: Box
+    box: Chunk
     file: str
     key: str
 
@@ -98,7 +98,7 @@ class Index:
     def fault(self) -> str | None:
         """What keeps the boxes from being exactly the tensors, in words; None where nothing does."""
         for key, tensor in self.tensors.items():
-            problem = tiling_fault(tensor.shape, [stored.box for stored in tensor.boxes])
+            problem = coverage_error(tensor.shape, [stored.box for stored in tensor.boxes])
             if problem:
                 return f"{key}: {problem}"
         return None
@@ -165,7 +165,7 @@ class Index:
         tensors = {}
         for key, value in content["tensors"].items():
             boxes = tuple(
-                StoredBox(Box(tuple(b["start"]), tuple(b["size"])), b["file"], b["key"]) for b in value["boxes"]
+                StoredBox(Chunk(tuple(b["start"]), tuple(b["size"])), b["file"], b["key"]) for b in value["boxes"]
             )
             tensors[key] = StoredTensor(_TORCH_DTYPES[value["dtype"]], tuple(value["shape"]), boxes)
         files = {name: FileFacts(facts["bytes"], facts["sha256"]) for name, facts in content["files"].items()}
@@ -230,17 +230,17 @@ class Stored:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
+    def read(self, key: str, box: Chunk | None = None) -> Tensor:
         """A tensor `<kind>/<name>`, or one box of it, in the type it is stored in, on the CPU."""
         tensor = self.index.tensors[key]
-        box = box or Box((0,) * len(tensor.shape), tensor.shape)
+        box = box or Chunk((0,) * len(tensor.shape), tensor.shape)
         result = torch.empty(box.size, dtype=tensor.dtype)
-        for copy in copies([stored.box for stored in tensor.boxes], [box]):
+        for copy in read_plan([stored.box for stored in tensor.boxes], [box]):
             stored = tensor.boxes[copy.source]
             result[copy.write.slices()] = self._block(stored, copy.read)
         return result
 
-    def _block(self, stored: StoredBox, block: Box) -> Tensor:
+    def _block(self, stored: StoredBox, block: Chunk) -> Tensor:
         path = self.folder / stored.file
         try:
             if stored.file not in self._handles:

@@ -18,10 +18,15 @@ from torch import Tensor, nn
 
 from ds_etp.checkpoint.chunks import LogicalTensor, logical_tensors, persistent_buffers
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, Index, Stored
-from ds_etp.checkpoint.states import EngineStates, Slot, apply_settings
+from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, apply_settings
 from ds_etp.errors import CheckpointError
 from ds_etp.log import log_table, logger
-from ds_etp.parallel.consensus import agreed, everyone, raise_together, same_everywhere
+from ds_etp.parallel.consensus import (
+    all_gather_object,
+    assert_same_on_all_ranks,
+    raise_if_any_failed,
+    raise_on_all_ranks,
+)
 from ds_etp.parallel.topology import Topology
 
 SKIP_HASHES = "DS_ETP_SKIP_HASHES"
@@ -59,12 +64,12 @@ def load(
     tensors: list[LogicalTensor] = []
     stored: Stored
     state: dict[str, Any] = {}
-    same_everywhere("loading a checkpoint", (str(request.folder), request.strict, request.optimizer))
+    assert_same_on_all_ranks("loading a checkpoint", (str(request.folder), request.strict, request.optimizer))
     buffers: dict[str, Tensor] = {}
-    with agreed(what):
+    with raise_on_all_ranks(what):
         tensors, buffers = logical_tensors(model, topology, rank), dict(persistent_buffers(model))
     names = _names_of_all_stages({tensor.name for tensor in tensors}, set(buffers), topology)
-    with agreed(what):
+    with raise_on_all_ranks(what):
         stored = Stored.open(request.folder)
         _check_shapes(stored.index, tensors, buffers, request)
         _check_names(stored.index, *names, request)
@@ -78,7 +83,7 @@ def load(
     with stored:
         slots = _prepared(what, stored.index, tensors, states) if request.optimizer else {}
         states.before_load()
-        with agreed(f"{what} (the engine now holds a part of it: load a complete one before you train on)"):
+        with raise_on_all_ranks(f"{what} (the engine now holds a part of it: load a complete one before you train on)"):
             _fill(model, stored, tensors, states, request.optimizer)
             if request.optimizer:
                 _restore_slots(stored.index, states, slots)
@@ -93,7 +98,7 @@ def _names_of_all_stages(own: set[str], buffers: set[str], topology: Topology) -
     if topology.pp == 1:
         return own, buffers
     firsts = topology.group_of("pp", 0)
-    answers = everyone((own, buffers) if dist.get_rank() in firsts else (set(), set()))
+    answers = all_gather_object((own, buffers) if dist.get_rank() in firsts else (set(), set()))
     return set().union(*(a for a, _ in answers)), set().union(*(b for _, b in answers))
 
 
@@ -143,17 +148,17 @@ def _some(names: Iterable[str]) -> str:
 
 def _prepared(
     what: str, index: Index, tensors: list[LogicalTensor], states: EngineStates
-) -> dict[int, tuple[Slot, list[str]]]:
+) -> dict[int, tuple[OptimizerTensor, list[str]]]:
     """Makes the optimizer's states exist and compares them with the stored ones; the slots with their parameters.
 
     States that this engine had not had before go again if anything is wrong.
     """
-    slots: dict[int, tuple[Slot, list[str]]] = {id(slot): (slot, []) for slot in states.slots()}
+    slots: dict[int, tuple[OptimizerTensor, list[str]]] = {id(slot): (slot, []) for slot in states.slots()}
     for tensor in tensors:
         slot = states.place(tensor.parameter).slot
         if slot is not None:
             slots[id(slot)][1].append(tensor.name)
-    made: list[Slot] = []
+    made: list[OptimizerTensor] = []
     failure: Exception | None = None
     try:
         for slot, names in slots.values():
@@ -174,7 +179,7 @@ def _prepared(
     except Exception as error:
         failure = error
     try:
-        raise_together(what, failure)
+        raise_if_any_failed(what, failure)
     except CheckpointError:
         for slot in made:
             slot.forget()
@@ -218,7 +223,7 @@ def _shard(stored: Stored, key: str, tensor: LogicalTensor) -> Tensor:
     return local
 
 
-def _restore_slots(index: Index, states: EngineStates, slots: dict[int, tuple[Slot, list[str]]]) -> None:
+def _restore_slots(index: Index, states: EngineStates, slots: dict[int, tuple[OptimizerTensor, list[str]]]) -> None:
     if index.optimizer is None:
         return
     facts = index.optimizer

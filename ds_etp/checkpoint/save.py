@@ -18,16 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_etp.checkpoint.chunks import Box, LogicalTensor, logical_tensors
-from ds_etp.checkpoint.collect import StageFacts, Written, gathered, index_of
+from ds_etp.checkpoint.chunks import Chunk, LogicalTensor, logical_tensors
+from ds_etp.checkpoint.collect import StageMetadata, Written, gathered, index_of
 from ds_etp.checkpoint.folder import clean, next_generation, remove
 from ds_etp.checkpoint.format import INDEX, LATEST, Index, StoredBox, StoredTensor
 from ds_etp.checkpoint.states import EngineStates
-from ds_etp.checkpoint.walk import Item, agreed_walk, own_items
+from ds_etp.checkpoint.walk import WriteItem, agreed_walk, own_items
 from ds_etp.checkpoint.writer import FileFacts, TensorFile, stage, sync_folder, write_durably
 from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
-from ds_etp.parallel.consensus import agreed, from_first, raise_together, same_everywhere
+from ds_etp.parallel.consensus import (
+    assert_same_on_all_ranks,
+    broadcast_object,
+    raise_if_any_failed,
+    raise_on_all_ranks,
+)
 from ds_etp.parallel.topology import Topology
 
 
@@ -69,22 +74,22 @@ def save(model: nn.Module, states: EngineStates, topology: Topology, request: Sa
     """
     what, rank, start = f"saving checkpoint {request.folder}", dist.get_rank(), time.monotonic()
     tensors: list[LogicalTensor] = []
-    items: list[Item] = []
-    facts: StageFacts | None = None
+    items: list[WriteItem] = []
+    facts: StageMetadata | None = None
     firsts = topology.group_of("pp", 0)
     state = b""
     generation = ""
-    same_everywhere("saving a checkpoint", (str(request.folder), request.exclude_frozen))
-    with agreed(what):
+    assert_same_on_all_ranks("saving a checkpoint", (str(request.folder), request.exclude_frozen))
+    with raise_on_all_ranks(what):
         tensors = logical_tensors(model, topology, rank)
         items = own_items(model, tensors, states, request.exclude_frozen, topology)
-        facts = StageFacts.of(tensors, states) if rank in firsts else None
+        facts = StageMetadata.of(tensors, states) if rank in firsts else None
         state = _serialized(request.state)
         request.folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             generation = next_generation(request.folder)
     items, walk = agreed_walk(what, items, topology)
-    generation = from_first(generation)
+    generation = broadcast_object(generation)
     path = request.folder / f"rank{rank:05d}{generation}.safetensors"
     by_rank, everything = gathered(_write(what, path, items), facts, firsts)
     failure: Exception | None = None
@@ -98,11 +103,11 @@ def save(model: nn.Module, states: EngineStates, topology: Topology, request: Sa
         except Exception as error:
             failure = error
     try:
-        raise_together(what, failure)
+        raise_if_any_failed(what, failure)
     except CheckpointError:
         remove(path, request.folder / f"state{generation}.pt")
         raise
-    with agreed(what):
+    with raise_on_all_ranks(what):
         if staged is not None:
             os.replace(staged, request.folder / INDEX)
             sync_folder(request.folder)
@@ -129,13 +134,13 @@ def _serialized(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _write(what: str, path: Path, items: list[Item]) -> Written:
+def _write(what: str, path: Path, items: list[WriteItem]) -> Written:
     """Walks the tensors and writes this rank's boxes. Goes on walking after a failure: peers are waiting."""
     rank = dist.get_rank()
     failure: Exception | None = None
     file: TensorFile | None = None
     facts: FileFacts | None = None
-    boxes: list[tuple[str, int, Box]] = []
+    boxes: list[tuple[str, int, Chunk]] = []
     entries = [entry for item in items if item.writer == rank for _, entry in item.entries()]
     try:
         file = TensorFile(path, entries) if entries else None
@@ -158,7 +163,7 @@ def _write(what: str, path: Path, items: list[Item]) -> Written:
     except Exception as error:
         failure = error
     try:
-        raise_together(what, failure)
+        raise_if_any_failed(what, failure)
     except CheckpointError:
         if file is not None:
             file.close()

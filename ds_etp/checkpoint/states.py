@@ -19,7 +19,7 @@ from ds_etp.errors import CheckpointError
 _IMPLEMENTATION = ("params", "name", "moe", "step", "foreach", "fused", "capturable", "differentiable")
 
 
-class Slot(Protocol):
+class OptimizerTensor(Protocol):
     """A tensor that the base optimizer steps: a parameter, its master copy, or a flat partition of many.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place(Protocol):
     """One parameter's tensors on this rank."""
 
     @property
-    def slot(self) -> Slot | None:
+    def slot(self) -> OptimizerTensor | None:
         """What the optimizer steps; None where the parameter is frozen or in no optimizer."""
 
     @property
@@ -84,10 +84,10 @@ class EngineStates(Protocol):
     def place(self, parameter: nn.Parameter) -> Place:
         """Where a parameter's tensors are."""
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[OptimizerTensor]:
         """Every slot of this rank once."""
 
-    def prepare(self, slots: Iterable[Slot]) -> None:
+    def prepare(self, slots: Iterable[OptimizerTensor]) -> None:
         """Makes the state of slots exist that have none yet. Weights and hyperparameters stay as they are."""
 
     def before_load(self) -> None:

@@ -15,30 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.chunks import LogicalTensor, Piece, persistent_buffers, whole_piece
+from ds_etp.checkpoint.chunks import LocalChunk, LogicalTensor, persistent_buffers, whole_piece
 from ds_etp.checkpoint.format import BUFFER, WEIGHT
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.checkpoint.writer import Entry
 from ds_etp.errors import CheckpointError
-from ds_etp.parallel.consensus import everyone
+from ds_etp.parallel.consensus import all_gather_object
 from ds_etp.parallel.topology import Topology
 
 # Key, unsharded shape and type of a tensor.
-Fact = tuple[str, tuple[int, ...], torch.dtype]
+TensorMetadata = tuple[str, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Item:
+class WriteItem:
     """One tensor of the walk. `read` is collective; it returns the shard on the rank that writes it."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalChunk, ...]
     writer: int
     read: Callable[[], Tensor | None]
 
-    def entries(self) -> Iterator[tuple[Piece, Entry]]:
+    def entries(self) -> Iterator[tuple[LocalChunk, Entry]]:
         """The boxes this rank would write."""
         for piece in self.pieces:
             yield piece, Entry(f"{self.key}#{piece.number}", self.dtype, piece.box.size)
@@ -46,7 +46,7 @@ class Item:
 
 def own_items(
     model: nn.Module, tensors: list[LogicalTensor], states: EngineStates, exclude_frozen: bool, topology: Topology
-) -> list[Item]:
+) -> list[WriteItem]:
     """What this rank's stage holds, in the same order on each of its ranks.
 
     Larger types come first: readers map the files and want aligned tensors.
@@ -56,7 +56,7 @@ def own_items(
     for place, (name, buffer) in enumerate(persistent_buffers(model)):
         shape, writer = tuple(buffer.shape), stage[place % len(stage)]
         read = _buffer_reader(buffer, writer, rank)
-        items.append(Item(f"{BUFFER}/{name}", shape, buffer.dtype, (whole_piece(shape),), writer, read))
+        items.append(WriteItem(f"{BUFFER}/{name}", shape, buffer.dtype, (whole_piece(shape),), writer, read))
     for tensor in tensors:
         if exclude_frozen and not tensor.parameter.requires_grad:
             continue
@@ -64,7 +64,7 @@ def own_items(
         for kind in (WEIGHT, *(sorted(held.slot.kinds()) if held.slot else ())):
             read = _reader(held, kind, tensor.writer)
             items.append(
-                Item(f"{kind}/{tensor.name}", tensor.shape, held.dtype(kind), tensor.pieces, tensor.writer, read)
+                WriteItem(f"{kind}/{tensor.name}", tensor.shape, held.dtype(kind), tensor.pieces, tensor.writer, read)
             )
     return sorted(items, key=lambda item: -item.dtype.itemsize)
 
@@ -77,7 +77,7 @@ def _buffer_reader(buffer: Tensor, writer: int, rank: int) -> Callable[[], Tenso
     return lambda: buffer if rank == writer else None
 
 
-def agreed_walk(what: str, items: list[Item], topology: Topology) -> tuple[list[Item], list[Fact]]:
+def agreed_walk(what: str, items: list[WriteItem], topology: Topology) -> tuple[list[WriteItem], list[TensorMetadata]]:
     """The walk of this rank, and everything that is saved. Collective over the world.
 
     Args:
@@ -91,16 +91,16 @@ def agreed_walk(what: str, items: list[Item], topology: Topology) -> tuple[list[
     Raises:
         CheckpointError: on every rank, where ranks of a stage would wait for one another for good.
     """
-    facts: list[Fact] = [(item.key, item.shape, item.dtype) for item in items]
+    facts: list[TensorMetadata] = [(item.key, item.shape, item.dtype) for item in items]
     walk = hashlib.sha256(repr(facts).encode()).hexdigest()
     firsts = topology.group_of("pp", 0)
     leads = topology.pp > 1 and dist.get_rank() in firsts
-    answers = everyone((walk, facts if leads else None))
+    answers = all_gather_object((walk, facts if leads else None))
     if any(answers[rank][0] != answers[topology.stage_of(rank)[0]][0] for rank in range(len(answers))):
         raise CheckpointError(f"{what}: ranks hold different optimizer states, by parameter, kind or type")
     if topology.pp == 1:
         return items, facts
-    saved: dict[str, Fact] = {}
+    saved: dict[str, TensorMetadata] = {}
     owner: dict[str, int] = {}
     for stage, first in enumerate(firsts):
         for fact in answers[first][1]:

@@ -14,10 +14,10 @@ from torch import nn
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.deepspeed import half_dtype, zero_stage
 from ds_etp.config.dense_rules import check_stages
-from ds_etp.dispatch.cost import Choice, tokens_are_replicated
+from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
-from ds_etp.experts.build import unaligned_shards
-from ds_etp.experts.checks import checked_layouts, chosen_plans
+from ds_etp.experts.build import misaligned_shards
+from ds_etp.experts.checks import checked_layouts, choose_dispatchers
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.registry import is_decorated
 from ds_etp.parallel.topology import Topology
@@ -75,7 +75,7 @@ class Inspection:
     itemsize: int
     stage: int
     dense: DensePlan | None
-    choices: tuple[Choice, ...]
+    choices: tuple[DispatchChoice, ...]
     notes: tuple[str, ...]
 
 
@@ -124,10 +124,10 @@ def inspect(
         itemsize=2 if half else first.element_size(),
         stage=stage,
         dense=dense,
-        choices=tuple(chosen_plans(model, layouts, topology, block, ranks_per_node).values()),
+        choices=tuple(choose_dispatchers(model, layouts, topology, block, ranks_per_node).values()),
         notes=(
             *_notes(model, layouts, topology, dense),
-            *filter(None, [unaligned_shards(model, layouts, topology, 2 if half else None)[1]]),
+            *filter(None, [misaligned_shards(model, layouts, topology, 2 if half else None)[1]]),
         ),
     )
 

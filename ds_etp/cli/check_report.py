@@ -75,7 +75,7 @@ def _totals(inspection: Inspection, topology: Topology) -> Table:
 def _cut(parameter: ParameterLayout, topology: Topology) -> str:
     if parameter.dim is None:
         return "held whole, added by one rank"
-    blocks = f" in {parameter.parts} blocks" if parameter.parts > 1 else ""
+    blocks = f" in {parameter.fused_chunks} blocks" if parameter.fused_chunks > 1 else ""
     if topology.etp == 1:
         return "not cut"
     return f"dimension {parameter.dim}{blocks}"

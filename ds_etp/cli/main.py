@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_etp.cli.plan import add_plan
-from ds_etp.config.block import ExpertTensorParallelConfig, check_plan, layout_table, parse_block, resolve
+from ds_etp.config.block import ExpertTensorParallelConfig, check_dispatcher, layout_table, parse_block, resolve
 from ds_etp.config.deepspeed import BLOCK, autotp_size, check_host_options, half_dtype, zero_stage
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.config.file import read_config_file
@@ -130,7 +130,7 @@ def _check(args: argparse.Namespace) -> int:
         return 0
     check_host_options(ds_config, args.gpus)
     topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
-    check_plan(block, topology)
+    check_dispatcher(block, topology)
     check_axes(topology, zero_stage(ds_config), half_dtype(ds_config))
     if args.model is not None:
         return _check_model(args, ds_config, topology, block)
@@ -145,7 +145,7 @@ def _check_model(
     try:
         from ds_etp.cli.check_model import check_dense_plan, inspect
         from ds_etp.cli.check_report import report
-        from ds_etp.experts.checks import plan_rows
+        from ds_etp.experts.checks import dispatcher_rows
     finally:
         logging.disable(logging.NOTSET)
     facts = inspect(
@@ -159,7 +159,7 @@ def _check_model(
     )
     console = console_for_tables(WIDTH)
     # The last row of the layout is the plan as asked for; here it is the one that is taken.
-    layout = [*layout_table(topology, block)[:-1], *plan_rows(facts.choices, block)]
+    layout = [*layout_table(topology, block)[:-1], *dispatcher_rows(facts.choices, block)]
     for part in (_table("Layout", ("size", "value"), layout), *report(facts, topology)):
         console.print(part)
     check_dense_plan(facts, topology)

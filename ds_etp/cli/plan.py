@@ -161,7 +161,22 @@ def _ranked(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
     title += f". {micro} micro batches a step" if micro > 1 else ""
     # Only where one of the two was asked for, and works.
     axes = [axis for axis in ("cp", "pp") if any(axis in proposal.script_axes for proposal in proposals)]
-    names = ("", "tp", *axes, "etp", "ep", "edp", "ZeRO", "plan", "GB", "fits", "rows sent", "GB sent", "s", "tokens/s")
+    names = (
+        "",
+        "tp",
+        *axes,
+        "etp",
+        "ep",
+        "edp",
+        "ZeRO",
+        "dispatcher",
+        "GB",
+        "fits",
+        "rows sent",
+        "GB sent",
+        "s",
+        "tokens/s",
+    )
     table = Table(*names, "columns", title=title, title_justify="left", padding=(0, 0))
     for place, proposal in enumerate(shown, 1):
         topology, timing = proposal.topology, proposal.timing
@@ -170,7 +185,7 @@ def _ranked(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
             str(place),
             *(str(getattr(topology, axis)) for axis in ("tp", *axes, "etp", "ep", "edp")),
             str(proposal.job.stage),
-            proposal.choice.plan,
+            proposal.choice.dispatcher,
             f"{proposal.memory.peak / 1e9:.1f}",
             "yes" if proposal.fits else "no",
             f"{timing.rows:,.0f}",
@@ -209,7 +224,7 @@ def _time(chosen: Proposal, hardware: Hardware, place: int) -> Table:
         (
             timing.dispatch,
             "tokens to experts and back",
-            f"{timing.rows:,.0f} rows a rank, plan {chosen.choice.plan}; {links}",
+            f"{timing.rows:,.0f} rows a rank, {chosen.choice.dispatcher}; {links}",
         ),
         (timing.attention, "AutoTP", "an all-reduce for each split block, and the logits"),
     ]

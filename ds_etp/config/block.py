@@ -13,12 +13,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
 
+from ds_etp import aliases
 from ds_etp.config.deepspeed import AUTOTP, BLOCK
-from ds_etp.dispatch.cost import NODE_WEIGHT, PLAN_NAMES, tokens_are_replicated
+from ds_etp.dispatch.cost import DISPATCHER_NAMES, INTER_NODE_COST, tokens_are_replicated
 from ds_etp.errors import ConfigError, config_error
 from ds_etp.parallel.topology import Topology
 
-PLANS = PLAN_NAMES
+DISPATCHERS = DISPATCHER_NAMES
 
 Size = Annotated[StrictInt, Field(ge=1)]
 
@@ -31,26 +32,26 @@ class ExpertTensorParallelConfig(BaseModel):
     enabled: StrictBool = True  # writing the block means wanting it: a silent no-op would be worse
     etp_size: Literal["auto"] | Size = "auto"
     ep_size: Size = 1
-    plan: Literal["auto", "replicated", "allgather", "alltoall", "alltoall_gather_first"] = "auto"
+    dispatcher: Literal["auto", "replicated", "allgather", "alltoall", "alltoall_etp_first"] = "auto"
     reduce_dtype: Literal["auto", "fp32"] = "auto"
     equal_batches: StrictBool = False
     static_shapes: StrictBool = False
     recompute: StrictBool = False
     overlap: StrictBool = False
-    node_weight: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = NODE_WEIGHT
+    inter_node_cost: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = INTER_NODE_COST
 
 
 _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "enabled": ("is not a boolean", "true, false"),
     "etp_size": ("is not a size: a whole number of at least 1 is needed", '"auto" (= tp), 1, 2, 3, ...'),
     "ep_size": ("is not a size: a whole number of at least 1 is needed", "1, 2, 3, ..."),
-    "plan": ("is not a plan", ", ".join(("auto", *PLANS))),
+    "dispatcher": ("is not a dispatcher", ", ".join(("auto", *DISPATCHERS))),
     "reduce_dtype": ("is not a dtype that partial sums can be reduced in", "auto, fp32"),
     "equal_batches": ("is not a boolean", "true, false"),
     "static_shapes": ("is not a boolean", "true, false"),
     "recompute": ("is not a boolean", "true, false"),
     "overlap": ("is not a boolean", "true, false"),
-    "node_weight": (
+    "inter_node_cost": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",
     ),
@@ -88,11 +89,33 @@ def parse_block(ds_config: Mapping[str, object]) -> ExpertTensorParallelConfig |
     if not isinstance(raw, Mapping):
         raise config_error(BLOCK, raw, "is not an object", works='{}, {"etp_size": 2}, {"enabled": false}')
     try:
-        block = ExpertTensorParallelConfig.model_validate(dict(raw))
+        block = ExpertTensorParallelConfig.model_validate(_with_new_names(raw))
     except ValidationError as error:
         first = error.errors()[0]
         raise _block_error(str(first["loc"][0]), first["input"]) from None
     return block if block.enabled else None
+
+
+def _with_new_names(raw: Mapping[str, object]) -> dict[str, object]:
+    """The block's entries under today's names. Old ones work, with a warning.
+
+    Raises:
+        ConfigError: a key is there under both of its names.
+    """
+    values: dict[str, object] = {}
+    for key, value in raw.items():
+        name = aliases.CONFIG_KEYS.get(key, key)
+        if name != key:
+            if name in raw:
+                raise config_error(
+                    f"{BLOCK}.{key}", value, f"is the old name of {name!r}, which is there too", works=name
+                )
+            aliases.warn_renamed(f"{BLOCK}.{key}", f"{BLOCK}.{name}")
+        if name == "dispatcher" and isinstance(value, str) and value in aliases.DISPATCHER_NAMES:
+            aliases.warn_renamed(f"{BLOCK}.{name}={value!r}", repr(aliases.DISPATCHER_NAMES[value]))
+            value = aliases.DISPATCHER_NAMES[value]
+        values[name] = value
+    return values
 
 
 def _block_error(key: str, value: object) -> ConfigError:
@@ -152,16 +175,16 @@ def _expert_tiling_error(block: ExpertTensorParallelConfig, dense: Topology, etp
     )
 
 
-def check_plan(block: ExpertTensorParallelConfig, topology: Topology) -> None:
-    """Refuses plan `replicated` unless the ranks of every expert group hold the same tokens (tp % (ep * etp) == 0)."""
+def check_dispatcher(block: ExpertTensorParallelConfig, topology: Topology) -> None:
+    """Refuses `replicated` unless the ranks of every expert group hold the same tokens (tp % (ep * etp) == 0)."""
     peers = topology.expert_model_parallel
-    if block.plan == "replicated" and not tokens_are_replicated(topology):
+    if block.dispatcher == "replicated" and not tokens_are_replicated(topology):
         raise config_error(
-            f"{BLOCK}.plan",
-            block.plan,
+            f"{BLOCK}.dispatcher",
+            block.dispatcher,
             f"needs expert ranks to hold the same tokens: tp {topology.tp} is not a multiple of etp {topology.etp} x "
             f"ep {topology.ep} = {peers}",
-            works=("auto", *PLANS[1:]),
+            works=("auto", *DISPATCHERS[1:]),
         )
 
 
@@ -202,7 +225,7 @@ def layout_table(topology: Topology, block: ExpertTensorParallelConfig) -> list[
     experts = [(name, str(getattr(topology, name))) for name in ("etp", "ep", "edp")]
     if block.etp_size == "auto":
         experts[0] = ("etp", f"{topology.etp} (auto: = tp)")
-    return [*dense, *experts, ("plan", block.plan)]
+    return [*dense, *experts, ("dispatcher", block.dispatcher)]
 
 
 def _tiling(world: int, others: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What plans share: their interface, the rows they hand out, and rows in and out of the family's forward.
+"""What dispatchers share: their interface, the rows they hand out, and rows in and out of the family's forward.
 
 Legend: T tokens in this rank's batch, t tokens it owns (tensor-parallel peers hold the same batch and own
 a share each), n rows this rank's experts work on, a (row, local expert) assignments, H hidden size,
@@ -9,70 +9,49 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_etp.dispatch.permute import pick, put
+from ds_etp.dispatch.permute import permute, unpermute
 from ds_etp.parallel import autograd as c
-from ds_etp.parallel.autograd import Meanwhile
-from ds_etp.parallel.process_groups import ExpertGroups, Peers
+from ds_etp.parallel.autograd import OverlapFn
+from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
 
 
 @dataclass
-class Rows:
-    """What one rank's experts work on, and what its plan needs to bring the results back.
+class DispatchOutput:
+    """What one rank's experts work on, and what its dispatcher needs to bring the results back.
 
     Attributes:
         x: `[a, H]`.
         index: `[a, k]`, over this rank's experts.
         weights: `[a, k]`.
-        owner: `[a]`, which of the n rows an assignment belongs to; None where rows are assignments.
-        count: n, how many rows arrived.
+        token_index: `[a]`, which of the n rows an assignment belongs to; None where rows are assignments.
+        num_tokens_received: n, how many rows arrived.
         tokens: T, how many tokens the module was called with.
-        route: the plan's own notes.
+        handle: what the dispatcher itself needs for `combine`.
         by_expert: whether rows are pairs, with one index each, in the order of their experts.
     """
 
     x: Tensor
     index: Tensor
     weights: Tensor
-    owner: Tensor | None
-    count: int
+    token_index: Tensor | None
+    num_tokens_received: int
     tokens: int
-    route: Any = None
+    handle: Any = None
     by_expert: bool = False
 
-    def without_tensors(self) -> Rows:
+    def without_tensors(self) -> DispatchOutput:
         """What `combine` needs of it: the rows themselves may go."""
         none = self.x.new_empty(0)
         return replace(self, x=none, index=none, weights=none)
 
 
-class Plan(Protocol):
-    """How tokens reach experts in one topology."""
-
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
-        """From this rank's tokens `[T, H]`, `[T, K]`, `[T, K]` to the rows its experts work on.
-
-        Args:
-            x: tokens, alike on tensor-parallel peers.
-            index: over all experts.
-            weights: of the index.
-            marked: whether rows may come whole, with an index one above this rank's last where an expert of theirs
-                is elsewhere. Plans that know all shapes then ask nothing of the device.
-        """
-
-    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
-        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`.
-
-        Where there is a message to wait for, `meanwhile` is called once it has started.
-        """
-
-
-class BasePlan(ABC):
-    """A plan for one experts module.
+class TokenDispatcher(ABC):
+    """A dispatcher for one experts module.
 
     Args:
         groups: the process groups.
@@ -97,17 +76,28 @@ class BasePlan(ABC):
         self.local_experts = num_experts // groups.topology.ep
         self.first_expert = groups.ep.index * self.local_experts
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BasePlan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenDispatcher:
         # Process groups can't be copied; a copied module (an EMA, say) talks to the same peers.
         return self
 
     @abstractmethod
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, marked: bool = False) -> Rows:
-        """See `Plan.dispatch`."""
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, with_sentinels: bool = False) -> DispatchOutput:
+        """From this rank's tokens `[T, H]`, `[T, K]`, `[T, K]` to the rows its experts work on.
+
+        Args:
+            x: tokens, alike on tensor-parallel peers.
+            index: over all experts.
+            weights: of the index.
+            with_sentinels: whether rows may come whole, with an index one above this rank's last where an expert of
+                theirs is elsewhere. Dispatchers that know all shapes then ask nothing of the device.
+        """
 
     @abstractmethod
-    def combine(self, partial: Tensor, rows: Rows, meanwhile: Meanwhile = None) -> Tensor:
-        """See `Plan.combine`."""
+    def combine(self, partial: Tensor, rows: DispatchOutput, overlap_fn: OverlapFn = None) -> Tensor:
+        """From this rank's partial outputs `[a, H]` to the outputs of its own tokens `[T, H]`.
+
+        Where there is a message to wait for, `overlap_fn` is called once it has started.
+        """
 
     def _to_local(
         self,
@@ -116,23 +106,23 @@ class BasePlan(ABC):
         weights: Tensor,
         tokens: int,
         *,
-        marked: bool,
-        route: Any = None,
-        copied: Peers | None = None,
-    ) -> Rows:
+        with_sentinels: bool,
+        handle: Any = None,
+        copied: ProcessGroupInfo | None = None,
+    ) -> DispatchOutput:
         """Rows whose assignments are all to local experts, or marked where they aren't; at least one row.
 
         `copied`: peers that all hold these tokens, and among whom gradients are to be summed.
         """
-        count, owner = len(x), None
-        by_expert = self.groups.topology.ep > 1 and not marked
+        count, token_index = len(x), None
+        by_expert = self.groups.topology.ep > 1 and not with_sentinels
         if by_expert:
             # One row for each (token, local expert) pair: families don't agree on an index for "not here".
-            owner, choice, index = self._local_pairs(index)
-            x, weights = pick(copied, owner, choice, x, weights, reduce_dtype=self.reduce_dtype)
+            token_index, choice, index = local_pairs(index, self.first_expert, self.local_experts)
+            x, weights = permute(copied, token_index, choice, x, weights, reduce_dtype=self.reduce_dtype)
         else:
             if copied is not None:
-                x, weights = c.copy(copied, x, weights, reduce_dtype=self.reduce_dtype)
+                x, weights = c.copy_to_group(copied, x, weights, reduce_dtype=self.reduce_dtype)
             if self.groups.topology.ep > 1:
                 local = index - self.first_expert
                 elsewhere = (local < 0) | (local >= self.local_experts)
@@ -143,25 +133,26 @@ class BasePlan(ABC):
             x = torch.cat([x, x.new_zeros(1, x.shape[1])])
             index = torch.cat([index, index.new_zeros(1, index.shape[1])])
             weights = torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
-            if owner is None:
-                owner = index.new_zeros(0, dtype=torch.int64)
-        return Rows(x, index, weights, owner, count, tokens, route, by_expert)
+            if token_index is None:
+                token_index = index.new_zeros(0, dtype=torch.int64)
+        return DispatchOutput(x, index, weights, token_index, count, tokens, handle, by_expert)
 
-    def _local_pairs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows' expert indices `[n, K]` the local ones: their row, their place in it, the local index `[a, 1]`.
-
-        Expert by expert, as grouped matrix multiplies want them: rows are copied once, in that order.
-        """
-        local = index - self.first_expert
-        owner, choice = ((local >= 0) & (local < self.local_experts)).nonzero(as_tuple=True)
-        local, order = local[owner, choice].sort(stable=True)
-        return owner[order], choice[order], local[:, None]
-
-    def _from_local(self, partial: Tensor, rows: Rows, *, copied: Peers | None = None) -> Tensor:
+    def _from_local(self, partial: Tensor, rows: DispatchOutput, *, copied: ProcessGroupInfo | None = None) -> Tensor:
         """Partial outputs `[a, H]` summed by row: `[n, H]`; over the peers too that got a copy of the rows."""
-        if rows.owner is None:
-            return partial if copied is None else c.all_reduce(copied, partial, reduce_dtype=self.reduce_dtype)
-        if len(partial) > len(rows.owner):
-            partial = partial[: len(rows.owner)]  # without the row that kept the graph
+        if rows.token_index is None:
+            return partial if copied is None else c.reduce_from_group(copied, partial, reduce_dtype=self.reduce_dtype)
+        if len(partial) > len(rows.token_index):
+            partial = partial[: len(rows.token_index)]  # without the row that kept the graph
         dtype = self.reduce_dtype or partial.dtype
-        return put(copied, rows.owner, rows.count, partial.to(dtype))
+        return unpermute(copied, rows.token_index, rows.num_tokens_received, partial.to(dtype))
+
+
+def local_pairs(index: Tensor, first_expert: int, num_local_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows' expert indices `[n, K]` the local ones: their row and k_index, `[a]` each, and the local index `[a, 1]`.
+
+    Expert by expert, as grouped matrix multiplies want them: rows are copied once, in that order.
+    """
+    local = index - first_expert
+    row, k_index = ((local >= 0) & (local < num_local_experts)).nonzero(as_tuple=True)
+    local, order = local[row, k_index].sort(stable=True)
+    return row[order], k_index[order], local[:, None]

@@ -1,15 +1,15 @@
-"""Rows each plan moves, and which plan moves fewest: from sizes alone, no torch, so that planners use it too.
+"""Communication volume of each dispatcher, and which one sends fewest rows: from sizes alone, no torch.
 
 Legend: t tokens a rank owns (tensor-parallel peers hold the same batch and own a share each), K experts per
 token, E experts, c = ep * etp ranks that hold one set of experts together, q the chance that a token wants
 some expert of a given ep index. Rows are per owned token and forward; backward moves as many, since it is
 the transpose. The gather over tp that attention needs in any case is left out.
 
-    plan                    out                                          back
+    dispatcher                    out                                          back
     replicated              0                                            c-1
     allgather               c-1                                          c-1
     alltoall                q(ep-n) over ep, (etp-1)q(ep-n) over expt_tp q(ep-1) and (etp-1)q*ep
-    alltoall_gather_first   q*etp(ep-n) over ep, (etp-1) over expt_tp    q*etp(ep-1) and (etp-1)
+    alltoall_etp_first   q*etp(ep-n) over ep, (etp-1) over expt_tp    q*etp(ep-1) and (etp-1)
 
 n counts the ep indices whose ranks all hold the token already, as tensor-parallel peers of its owner: nothing
 is sent there. Where etp doesn't divide tp there are none; where c divides tp they are all, and nothing goes
@@ -24,17 +24,17 @@ from math import comb, gcd
 
 from ds_etp.parallel.topology import GroupKind, Topology
 
-PLAN_NAMES = ("replicated", "allgather", "alltoall", "alltoall_gather_first")
+DISPATCHER_NAMES = ("replicated", "allgather", "alltoall", "alltoall_etp_first")
 # What a message costs beside its rows, in rows per owned token: 30 us, against 160 us for 4,096 rows of 8 KB at
-# 200 GB/s. It only decides between plans that move nearly the same.
-_MESSAGE = 0.2
+# 200 GB/s. It only decides between dispatchers that move nearly the same.
+_LATENCY_ROWS = 0.2
 # Links that leave a node are about this much slower: 450 GB/s NVLink against 50 GB/s a GPU of network.
-NODE_WEIGHT = 8.0
+INTER_NODE_COST = 8.0
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What one MoE layer sends under one plan.
+class CommVolume:
+    """What one MoE layer sends under one dispatcher.
 
     Attributes:
         rows: rows of H by group, per owned token, forward.
@@ -62,7 +62,7 @@ class Traffic:
         return 2 * (self.total + self.tp_rows) * tokens * hidden * itemsize
 
 
-def wanted(experts: int | None, per_token: int, ep: int) -> float:
+def prob_ep_rank_hit(experts: int | None, per_token: int, ep: int) -> float:
     """q: the chance that a token has an expert on a given ep index, for uniform routing.
 
     Args:
@@ -83,7 +83,7 @@ def tokens_are_replicated(topology: Topology) -> bool:
     return topology.tp % topology.expert_model_parallel == 0
 
 
-def near_indices(topology: Topology) -> float:
+def mean_replicated_ep_ranks(topology: Topology) -> float:
     """n: ep indices whose ranks all hold a token of this rank already, on average over ranks."""
     tp, block = topology.tp, topology.expert_model_parallel
     if tp % topology.etp:
@@ -97,44 +97,46 @@ def near_indices(topology: Topology) -> float:
     return held / period / topology.etp
 
 
-def traffic(
-    plan: str, topology: Topology, *, per_token: int, experts: int | None = None, equal_batches: bool = False
-) -> Traffic:
-    """What a plan moves in a topology, for uniform routing.
+def comm_volume(
+    dispatcher: str, topology: Topology, *, per_token: int, experts: int | None = None, equal_batches: bool = False
+) -> CommVolume:
+    """What a dispatcher moves in a topology, for uniform routing.
 
     Args:
-        plan: one of `PLAN_NAMES`.
-        per_token, experts: K and E, as for `wanted`.
+        dispatcher: one of `DISPATCHER_NAMES`.
+        per_token, experts: K and E, as for `prob_ep_rank_hit`.
         equal_batches: whether `allgather` knows all sizes.
 
     Raises:
-        ValueError: no such plan.
+        ValueError: no such dispatcher.
     """
     ep, etp, block = topology.ep, topology.etp, topology.expert_model_parallel
     tp_gathers, tp_rows = (2, topology.tp - 1) if topology.tp > 1 else (0, 0)
-    q, near = wanted(experts, per_token, ep), near_indices(topology)
-    far, peers = ep - (near or 1), etp - 1
-    lanes, merges = (ep > 1), (etp > 1)
-    if plan == "replicated":
+    q, replicated_ep = prob_ep_rank_hit(experts, per_token, ep), mean_replicated_ep_ranks(topology)
+    remote, peers = ep - (replicated_ep or 1), etp - 1
+    uses_a2a, uses_etp_reduce = (ep > 1), (etp > 1)
+    if dispatcher == "replicated":
         merged = topology.tp == block  # the merge and the gather over tp are one all-reduce
-        return Traffic({"expert_model_parallel": block - 1}, 2 * (block > 1) + tp_gathers * (not merged), tp_rows)
-    if plan == "allgather":
+        return CommVolume({"expert_model_parallel": block - 1}, 2 * (block > 1) + tp_gathers * (not merged), tp_rows)
+    if dispatcher == "allgather":
         messages = (4 + (not equal_batches)) * (block > 1)
-        return Traffic({"expert_model_parallel": 2 * (block - 1)}, messages + tp_gathers, tp_rows)
+        return CommVolume({"expert_model_parallel": 2 * (block - 1)}, messages + tp_gathers, tp_rows)
     sizes = int(block > 1)
-    if plan == "alltoall":
+    if dispatcher == "alltoall":
         rows: dict[GroupKind, float] = {
-            "ep": q * far + q * (ep - 1),
-            "expt_tp": peers * q * (ep - near) + peers * q * ep,
+            "ep": q * remote + q * (ep - 1),
+            "expt_tp": peers * q * (ep - replicated_ep) + peers * q * ep,
         }
-        sent = (near < ep) * (lanes + merges)  # each way out, and the same messages in backward's other half
-        return Traffic(rows, sizes + 2 * (lanes + merges) + 2 * sent + tp_gathers, tp_rows)
-    if plan == "alltoall_gather_first":
-        gathered = merges and not near
-        rows = {"ep": etp * q * (far + ep - 1), "expt_tp": peers * (1 + gathered)}
-        sent = lanes * (near < ep) + gathered
-        return Traffic(rows, sizes + 2 * (lanes + merges) + 2 * sent + tp_gathers, tp_rows)
-    raise ValueError(f"{plan!r} is not a plan: {', '.join(PLAN_NAMES)}")
+        sent = (replicated_ep < ep) * (
+            uses_a2a + uses_etp_reduce
+        )  # each way out, and the same messages in backward's other half
+        return CommVolume(rows, sizes + 2 * (uses_a2a + uses_etp_reduce) + 2 * sent + tp_gathers, tp_rows)
+    if dispatcher == "alltoall_etp_first":
+        gathered = uses_etp_reduce and not replicated_ep
+        rows = {"ep": etp * q * (remote + ep - 1), "expt_tp": peers * (1 + gathered)}
+        sent = uses_a2a * (replicated_ep < ep) + gathered
+        return CommVolume(rows, sizes + 2 * (uses_a2a + uses_etp_reduce) + 2 * sent + tp_gathers, tp_rows)
+    raise ValueError(f"{dispatcher!r} is not a dispatcher: {', '.join(DISPATCHER_NAMES)}")
 
 
 def megatron_rows(dispatcher: str, topology: Topology, per_token: int) -> float:
@@ -148,52 +150,52 @@ def megatron_rows(dispatcher: str, topology: Topology, per_token: int) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A plan, and what is expected of it."""
+class DispatchChoice:
+    """A dispatcher, and what is expected of it."""
 
-    plan: str
-    traffic: Traffic
+    dispatcher: str
+    comm_volume: CommVolume
 
 
-def choose_plan(
+def choose_dispatcher(
     topology: Topology,
     requested: str = "auto",
     *,
     per_token: int,
     experts: int | None = None,
     ranks_per_node: int | None = None,
-    node_weight: float = NODE_WEIGHT,
+    inter_node_cost: float = INTER_NODE_COST,
     equal_batches: bool = False,
-) -> Choice:
-    """The plan for a topology: the requested one, or the cheapest that fits.
+) -> DispatchChoice:
+    """The dispatcher for a topology: the requested one, or the cheapest that fits.
 
     Args:
         topology: sizes of both paths.
-        requested: `"auto"` or the name of a plan that was checked to fit.
+        requested: `"auto"` or the name of a dispatcher that was checked to fit.
         per_token, experts: K and E.
         ranks_per_node: None where the job is one node.
-        node_weight: cost of a row over a group that leaves a node; of one that doesn't, 1.
-        equal_batches: as for `traffic`.
+        inter_node_cost: cost of a row over a group that leaves a node; of one that doesn't, 1.
+        equal_batches: as for `comm_volume`.
     """
 
-    def cost(plan: str) -> float:
-        rows = options[plan].rows.items()
+    def cost(dispatcher: str) -> float:
+        rows = options[dispatcher].rows.items()
         weighted = [
-            count * (node_weight if _leaves_node(topology, kind, ranks_per_node) else 1) for kind, count in rows
+            count * (inter_node_cost if _leaves_node(topology, kind, ranks_per_node) else 1) for kind, count in rows
         ]
-        return sum(weighted) + _MESSAGE * options[plan].collectives / 2
+        return sum(weighted) + _LATENCY_ROWS * options[dispatcher].collectives / 2
 
     names = [requested]
     if requested == "auto":
-        names = [name for name in PLAN_NAMES if name != "replicated" or tokens_are_replicated(topology)]
+        names = [name for name in DISPATCHER_NAMES if name != "replicated" or tokens_are_replicated(topology)]
         if topology.etp == 1:
-            names.remove("alltoall_gather_first")  # the same as `alltoall` without peers to gather from
+            names.remove("alltoall_etp_first")  # the same as `alltoall` without peers to gather from
     options = {
-        name: traffic(name, topology, per_token=per_token, experts=experts, equal_batches=equal_batches)
+        name: comm_volume(name, topology, per_token=per_token, experts=experts, equal_batches=equal_batches)
         for name in names
     }
-    plan = min(options, key=cost)
-    return Choice(plan, options[plan])
+    dispatcher = min(options, key=cost)
+    return DispatchChoice(dispatcher, options[dispatcher])
 
 
 def _leaves_node(topology: Topology, kind: GroupKind, ranks_per_node: int | None) -> bool:

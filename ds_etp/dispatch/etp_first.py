@@ -1,60 +1,99 @@
-"""The all-to-all plan in which `expt_tp` peers share their tokens first: fewer messages where they hold the same."""
+"""ETP first: expt_tp peers share their tokens before they go over ep. Fewer messages where they hold the same tokens.
+
+A rank sends the tokens of its whole expt_tp group; sums come back over ep and are reduce-scattered over expt_tp last.
+Messages over expt_tp have the batches' own shapes. Legend as in `routing_table`.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ds_etp.dispatch.alltoall import AllToAll, Lanes, without
-from ds_etp.parallel.collectives import all_gather_padded, pack_rows, ranges, reduce_scatter_rows, view_rows
+from ds_etp.dispatch.routing_table import (
+    MaskedRows,
+    RankLayout,
+    RoutingCounts,
+    RoutingPlan,
+    as_ints,
+    expand_ranges,
+    on_device,
+    zero_at,
+)
 
 
-class _Route(Lanes):
-    """A rank sends the tokens of its whole `expt_tp` group; sums come back and are merged over it last."""
+def etp_first_plan(layout: RankLayout, counts: RoutingCounts, tokens: int, ep_mask: Tensor) -> RoutingPlan:
+    """The routing plan in which a rank sends the tokens of its expt_tp group.
 
-    def __init__(self, plan: AllToAll, index: Tensor) -> None:
-        super().__init__(plan, index)
-        at, rows = self.places, self.table.rows
-        self.direct = True  # partial sums are merged once they are back
-        self._owned = [self.table.owned[place] for place in at.group(at.e)]
-        self._counts = [[sum(rows[p][e] for p in at.group(owners)) for e in range(at.ep)] for owners in range(at.ep)]
-        if at.near:
-            self.near_owners, self.kept, self.near_rows = at.near, at.near_ep, self.held
-            start = self.starts[at.group(at.e)[0]]
-            self.represented = slice(start, start + sum(self._owned))
-        else:
-            self.near_owners, self.kept = list(at.group(at.e)), {at.e}
-            starts = [j * max(self._owned) for j in range(at.etp)]
-            self.represented = self.near_rows = ranges(starts, self._owned, self.device)
-        here = [counts[at.e] for counts in self._counts]  # wanted at this ep index, by who owns it
-        self.send, self.receive = without(self._counts[at.e], self.kept), without(here, self.kept)
-        self.counts_back = without(here, {at.e}), without(self._counts[at.e], {at.e}), sum(self._owned)
-        self.union = sum(self.counts_back[0]) + sum(self._owned)
-
-    def _pool(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.places.near:
-            return tensors
-        message = pack_rows([tensor[self.own] for tensor in tensors])
-        return view_rows(all_gather_padded(message, max(self._owned), self.groups.expt_tp), tensors)
-
-    def _far(self) -> tuple[Tensor, Tensor]:
-        at = self.places
-        places = ranges([self._place_of(e * at.etp) for e in range(at.ep)], self.receive, self.device)
-        return torch.arange(len(places), device=self.device), places
-
-    def _place_of(self, owner: int) -> int:
-        others = [before for before in range(owner) if before not in self.places.group(self.places.e)]
-        return sum(self.table.rows[before][self.places.e] for before in others)
-
-    def _after_back(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
-        return reduce_scatter_rows(sums, self._owned, self.groups.expt_tp, None)
-
-
-class GatherFirst(AllToAll):
-    """Forward: sizes, an all-gather over expt_tp unless its peers hold the same tokens, an all-to-all over ep, and
-    their transposes back. Messages over `expt_tp` have the batches' own shapes.
+    Args:
+        layout, counts: of this rank, and of this call.
+        tokens: T.
+        ep_mask: `[rows, ep]`, of this rank's `held_rows` where it has TP-local ranks; else of the rows that its
+            expt_tp group has gathered, padding left out.
     """
+    e, etp, local = layout.ep_rank, layout.etp, layout.tp_local_ranks
+    itself, peers = range(e, e + 1), layout.expt_tp_ranks
+    owned = counts.owned[peers.start : peers.stop]
+    held = layout.held_rows(tokens)
+    skipped = layout.tp_local_ep_ranks if local else itself
+    by_group = counts.rows.sum(1)  # [ep, ep]: needed at each ep_rank, of the tokens of each expt_tp group
+    needed_here, needed_of_group = by_group[:, e], by_group[e]
+    back = zero_at(needed_here, itself)
+    sent_back = int(back.sum())
 
-    route = _Route
+    # Partial rows: those of other groups' tokens by owner, then one for each token of this group.
+    by_owner = counts.rows[:, :, e]
+    others = zero_at(by_owner, itself).flatten()
+    partial_start = others.cumsum(0) - others
+    local_owners = local or peers
+    output_splits = zero_at(needed_here, skipped)
+    padding = max(owned)
+    tables = [
+        expand_ranges(
+            partial_start[local_owners.start : local_owners.stop],
+            by_owner.flatten()[local_owners.start : local_owners.stop],
+        ),
+        expand_ranges(partial_start[::etp], output_splits),
+    ]
+    if not local:
+        tables.append(expand_ranges(torch.arange(etp) * padding, torch.tensor(owned)))
+    local_partial, remote_partial, *gathered = on_device(tables, ep_mask.device)
+
+    # Candidates to send: rows of the mask, and where they are in the buffer.
+    if local:
+        start = layout.owned(tokens, peers.start).start - held.start
+        candidates, num_inputs = ep_mask[start : start + sum(owned)], tokens
+    else:
+        start, candidates, num_inputs = 0, ep_mask, padding * etp
+    group_by_ep = MaskedRows.of(candidates, needed_of_group)
+    staying = group_by_ep.at(e)
+    first = int(by_owner.flatten()[local_owners.start : peers.start].sum())
+    local_partial[first : first + len(staying)] = staying + sent_back  # parts of peers are added once they are back
+    local_rows = torch.nonzero_static(ep_mask[:, e], size=len(local_partial))[:, 0]
+    send_rows = group_by_ep.without(skipped) + start
+    if gathered:
+        local_rows, send_rows = gathered[0][local_rows], gathered[0][send_rows]
+    else:
+        local_rows, send_rows = local_rows + held.start, send_rows + held.start
+    received = int(output_splits.sum())
+    remote_rows = torch.arange(num_inputs, num_inputs + received, device=ep_mask.device)
+    return RoutingPlan(
+        tokens=tokens,
+        gathers_inputs=None if local else padding,
+        own_rows=layout.owned(tokens, layout.expert_mp_rank),
+        sends=not layout.all_tp_local,
+        send_rows=send_rows,
+        input_splits=as_ints(zero_at(needed_of_group, skipped)),
+        output_splits=as_ints(output_splits),
+        received=received,
+        recv_padding=None,
+        rows=torch.cat([local_rows, remote_rows]),
+        partial_rows=torch.cat([local_partial, remote_partial]),
+        num_partial_rows=sent_back + sum(owned),
+        reduce_padding=None,
+        combine_input_splits=as_ints(back),
+        combine_output_splits=as_ints(zero_at(needed_of_group, itself)),
+        num_own_rows=sum(owned),
+        staying_rows=None,
+        returned_rows=group_by_ep.without(itself),
+        reduce_splits=owned,
+    )

@@ -1,12 +1,12 @@
-"""Plans: how tokens reach experts, and how the experts' partial outputs come back merged.
+"""Dispatchers: how tokens reach experts, and how the experts' partial outputs come back merged.
 
-Every plan sees to it that a token is worked on once per expert shard in the whole world, and that a rank's
+Every dispatcher sees to it that a token is worked on once per expert shard in the whole world, and that a rank's
 experts get rows with indices over its own experts. The module's forward is
 
-    rows = plan.dispatch(x, index, weights)
-    y = plan.combine(family_forward(rows.x, rows.index, rows.weights), rows)
+    rows = dispatcher.dispatch(x, index, weights)
+    y = dispatcher.combine(family_forward(rows.x, rows.index, rows.weights), rows)
 
-`PLANS` names them, as the config block and `wire` do.
+`DISPATCHERS` names them, as the config block and `wire` do.
 
 What dispatch keeps for backward is, per MoE layer, the rows this rank's experts work on, `[a, H]`, where the
 family's forward keeps them, and index tensors of a few numbers per row. `a` is at most the tokens of the
@@ -18,16 +18,13 @@ K / ep for each token of the block. Messages are freed as soon as their rows are
 from __future__ import annotations
 
 from ds_etp.dispatch.allgather import AllGather
-from ds_etp.dispatch.base import BasePlan, Plan, Rows
-from ds_etp.dispatch.ep_first import DispatchFirst
-from ds_etp.dispatch.etp_first import GatherFirst
+from ds_etp.dispatch.alltoall import EPFirst, ETPFirst
+from ds_etp.dispatch.base import TokenDispatcher
 from ds_etp.dispatch.replicated import Replicated
 
-PLANS: dict[str, type[BasePlan]] = {
+DISPATCHERS: dict[str, type[TokenDispatcher]] = {
     "replicated": Replicated,
     "allgather": AllGather,
-    "alltoall": DispatchFirst,
-    "alltoall_gather_first": GatherFirst,
+    "alltoall": EPFirst,
+    "alltoall_etp_first": ETPFirst,
 }
-
-__all__ = ["PLANS", "BasePlan", "Plan", "Rows"]

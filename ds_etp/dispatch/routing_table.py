@@ -1,173 +1,291 @@
-"""Who sends how many rows where: the bookkeeping of the all-to-all plans, and their pair of transposed ops.
+"""Routing metadata of the all-to-all dispatchers: who owns which tokens, who needs them, and what follows from that.
 
-Legend: T tokens in this rank's batch, t tokens it owns, a (row, local expert) assignments, H hidden size,
-K experts per token. A rank's place in its block of ep * etp ranks is `p = e * etp + j`. A lane is the ep group
-of one j. An owner is near where all ranks of this rank's expt_tp group hold its tokens: they are
-tensor-parallel peers of it. Near tokens are taken from this rank's own batch, all others have to be sent.
+    RankLayout       where this rank is, and whose tokens it holds; fixed as long as the groups are
+    RoutingCounts    per call: how many tokens of each rank are needed at each ep_rank, exchanged in one message
+    RoutingPlan      per call: splits and index tensors, a pure function of the two and of this rank's own mask
+
+Legend: T tokens in this rank's batch, t tokens it owns (tensor-parallel peers hold the same batch and own a share
+each), P = ep * etp ranks that hold one set of experts together. ep_rank and etp_rank are a rank's coordinates among
+them, expert_mp_rank = ep_rank * etp + etp_rank. A rank is *TP-local* to this one if every member of this rank's
+expt_tp group is a tensor-parallel peer of it: its tokens are here already and are never sent.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from ds_etp.parallel.async_ops import Trip, fly
-from ds_etp.parallel.autograd import Meanwhile
-from ds_etp.parallel.collectives import all_gather_single, even_sizes
-from ds_etp.parallel.process_groups import ExpertGroups
+from ds_etp.parallel.collectives import all_gather_single, balanced_splits
+from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
+from ds_etp.parallel.topology import Topology
 
 
-class Places:
-    """What is fixed as long as the groups are: where this rank is, and whose tokens it holds.
+@dataclass(frozen=True)
+class RankLayout:
+    """Where one rank is among the expert ranks, and whose tokens it holds. Needs no process group.
 
     Attributes:
-        ep, etp: sizes; e, j, place: this rank's indices along them, and its place in the block.
-        near: places whose tokens this rank holds, in order; empty where etp doesn't divide tp.
-        near_ep: ep indices of those.
-        all_near: whether every rank of the block is near every other.
+        topology: the parallel sizes.
+        ranks: global ranks of `expert_model_parallel`, by expert_mp_rank.
+        expert_mp_rank: this rank's place in it.
     """
 
-    def __init__(self, groups: ExpertGroups) -> None:
-        self.groups = groups
-        self.ep, self.etp = groups.topology.ep, groups.topology.etp
-        self.e, self.j = groups.ep.index, groups.expt_tp.index
-        self.place = self.e * self.etp + self.j
-        self.near_to = [self._near_to(place) for place in range(self.ep * self.etp)]
-        self.near = self.near_to[self.place]
-        self.near_ep = {place // self.etp for place in self.near}
-        self.all_near = len(self.near) == self.ep * self.etp
-        # For the check that peers count alike: factors that make sums over counts differ when counts do, as good as
-        # always, and whose counts each place knows.
-        self.factors = (torch.arange(self.ep * self.etp * self.ep) + 1).mul(7919).remainder(1000003).view(-1, self.ep)
-        self.sees = torch.zeros(len(self.near_to), len(self.near_to), dtype=torch.int64)
-        for place, seen in enumerate(self.near_to):
-            self.sees[place, seen or [place]] = 1
-        self._seen_factors = self.factors[self.near or [self.place]]
+    topology: Topology
+    ranks: tuple[int, ...]
+    expert_mp_rank: int
 
-    def seen_factors(self, device: torch.device) -> Tensor:
-        """Factors of the places whose counts this rank knows, on the device they are counted on."""
-        if self._seen_factors.device != device:
-            self._seen_factors = self._seen_factors.to(device)
-        return self._seen_factors
+    @classmethod
+    def of(cls, groups: ExpertGroups) -> RankLayout:
+        """The layout of this process."""
+        peers = groups.expert_model_parallel
+        return cls(groups.topology, peers.ranks, peers.index)
 
-    def _near_to(self, place: int) -> list[int]:
-        tp, ranks = self.groups.topology.tp, self.groups.expert_model_parallel.ranks
+    @property
+    def ep(self) -> int:
+        """Size of the ep group."""
+        return self.topology.ep
+
+    @property
+    def etp(self) -> int:
+        """Size of the expt_tp group."""
+        return self.topology.etp
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's index in its ep group."""
+        return self.expert_mp_rank // self.etp
+
+    @property
+    def etp_rank(self) -> int:
+        """This rank's index in its expt_tp group."""
+        return self.expert_mp_rank % self.etp
+
+    def tp_local_to(self, expert_mp_rank: int) -> range:
+        """The ranks TP-local to one: neighbours. None where etp doesn't divide tp."""
+        tp = self.topology.tp
         if tp % self.etp:
-            return []
-        return [other for other, rank in enumerate(ranks) if rank // tp == ranks[place] // tp]
+            return range(0)
+        local = [i for i, rank in enumerate(self.ranks) if rank // tp == self.ranks[expert_mp_rank] // tp]
+        return range(local[0], local[-1] + 1)
 
-    def group(self, e: int) -> range:
-        """The places of one ep index: an expt_tp group."""
-        return range(e * self.etp, (e + 1) * self.etp)
+    @cached_property
+    def tp_local_ranks(self) -> range:
+        """expert_mp_ranks that are TP-local to this one, itself among them; none where etp doesn't divide tp."""
+        return self.tp_local_to(self.expert_mp_rank)
+
+    @property
+    def tp_local_ep_ranks(self) -> range:
+        """ep_ranks of those."""
+        local = self.tp_local_ranks
+        return range(local.start // self.etp, local.stop // self.etp)
+
+    @property
+    def all_tp_local(self) -> bool:
+        """Whether nothing ever has to be sent to reach an expert."""
+        return len(self.tp_local_ranks) == len(self.ranks)
+
+    @property
+    def expt_tp_ranks(self) -> range:
+        """expert_mp_ranks of this rank's expt_tp group."""
+        return range(self.ep_rank * self.etp, (self.ep_rank + 1) * self.etp)
+
+    @property
+    def held_ranks(self) -> range:
+        """expert_mp_ranks whose tokens this rank counts: the TP-local ones, or itself alone."""
+        return self.tp_local_ranks or range(self.expert_mp_rank, self.expert_mp_rank + 1)
+
+    def owned(self, tokens: int, rank: int) -> range:
+        """The rows of this rank's batch of T tokens that a TP-local expert_mp_rank owns, or this rank itself."""
+        tp = self.topology.tp
+        sizes, place = balanced_splits(tokens, tp), self.ranks[rank] % tp
+        start = sum(sizes[:place])
+        return range(start, start + sizes[place])
+
+    def held_rows(self, tokens: int) -> range:
+        """The rows of this rank's batch of T tokens that `held_ranks` own together."""
+        held = self.held_ranks
+        return range(self.owned(tokens, held[0]).start, self.owned(tokens, held[-1]).stop)
 
 
-class Table:
-    """One call's counts, known to every rank of the block.
+@dataclass(frozen=True)
+class RoutingCounts:
+    """One call's token counts, alike on every expert rank.
 
     Attributes:
-        owned: t by place.
-        rows: by place of the owner and ep index, how many of the owner's tokens want an expert there.
+        owned: `[P]`, t by expert_mp_rank.
+        rows: `[ep, etp, ep]`, by ep_rank and etp_rank of the owner: how many of its tokens have an expert on each
+            ep_rank. On the host.
     """
 
-    def __init__(self, places: Places, wanted: Tensor, sizes: list[int], own: int) -> None:
-        """Exchanges counts: one message, collective over the block.
+    owned: tuple[int, ...]
+    rows: Tensor
+
+
+@dataclass
+class CountsExchange:
+    """All-gathers counts over `expert_model_parallel`: one message and one copy to the host.
+
+    TP peers hold the same tokens and must have routed them alike; otherwise their sends and receives would not match.
+    Each rank sends a checksum of the counts it can see, and every rank compares all of them with the counts.
+    """
+
+    layout: RankLayout
+    peers: ProcessGroupInfo
+    _weights: Tensor = field(init=False)  # [P, ep]: make sums over counts differ when counts do, as good as always
+    _visible: Tensor = field(init=False)  # [P, P]: whose counts each rank has a checksum of
+    _own_weights: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout, size = self.layout, len(self.layout.ranks)
+        self._weights = (torch.arange(size * layout.ep) + 1).mul(7919).remainder(1000003).view(size, layout.ep)
+        self._visible = torch.zeros(size, size, dtype=torch.int64)
+        for rank in range(size):
+            seen = layout.tp_local_to(rank) or range(rank, rank + 1)
+            self._visible[rank, seen.start : seen.stop] = 1
+        held = layout.held_ranks
+        self._own_weights = self._weights[held.start : held.stop]
+
+    def run(self, ep_mask: Tensor, tokens: int) -> RoutingCounts:
+        """Collective over the expert ranks.
 
         Args:
-            places: this rank's.
-            wanted: `[rows, ep]`, whether a token wants an expert of an ep index, for the near owners' tokens
-                or, where none is near, for this rank's own.
-            sizes: how many of the rows each of those owners has.
-            own: this rank's place among them.
+            ep_mask: `[rows, ep]`, whether a row of `held_rows` has an expert on an ep_rank.
+            tokens: T.
 
         Raises:
-            RuntimeError: on every rank of the block, where tensor-parallel peers have routed the same tokens
-                differently. Peers would wait for rows that never come.
+            RuntimeError: on every expert rank, where tensor-parallel peers have routed the same tokens differently.
         """
-        counts = torch.stack([part.sum(0) for part in wanted.split(sizes)])
-        mark = (counts * places.seen_factors(counts.device)).sum()
-        row = torch.cat([mark[None], counts.new_full((1,), sizes[own]), counts[own]])
-        block = places.groups.expert_model_parallel
-        gathered = row.new_empty(block.size * len(row))
-        if block.size > 1:
-            all_gather_single(gathered, row, group=block.group)
-        else:
-            gathered = row
-        table = gathered.view(block.size, -1).cpu()
-        right = places.sees @ (table[:, 2:] * places.factors).sum(1)
-        wrong = (table[:, 0] != right).nonzero()[:, 0].tolist()
-        if wrong:
+        layout, held = self.layout, self.layout.held_ranks
+        sizes = [len(layout.owned(tokens, rank)) for rank in held]
+        counts = torch.stack([part.sum(0) for part in ep_mask.split(sizes)])
+        if self._own_weights.device != counts.device:
+            self._own_weights = self._own_weights.to(counts.device)
+        own = held.index(layout.expert_mp_rank)
+        checksum = (counts * self._own_weights).sum()
+        row = torch.cat([checksum[None], counts.new_full((1,), sizes[own]), counts[own]])
+        gathered = row
+        if self.peers.size > 1:
+            gathered = row.new_empty(self.peers.size * len(row))
+            all_gather_single(gathered, row, group=self.peers.group)
+        table = gathered.view(self.peers.size, -1).cpu()
+        rows = table[:, 2:]
+        expected = self._visible @ (rows * self._weights).sum(1)
+        if not torch.equal(table[:, 0], expected):
+            wrong = (table[:, 0] != expected).nonzero()[:, 0].tolist()
             raise RuntimeError(
-                f"ranks {[block.ranks[place] for place in wrong]} have routed tokens otherwise than their "
+                f"ranks {[layout.ranks[rank] for rank in wrong]} have routed tokens otherwise than their "
                 "tensor-parallel peers, which hold the same ones. Seed them alike, or turn off the router's noise."
             )
-        self.owned: list[int] = table[:, 1].tolist()
-        self.rows: list[list[int]] = table[:, 2:].tolist()
+        return RoutingCounts(tuple(table[:, 1].tolist()), rows.reshape(layout.ep, layout.etp, layout.ep))
 
 
-class Route(ABC):
-    """One call of a layer: rows out to the experts, and sums over them back, each the other's transpose."""
+@dataclass(frozen=True)
+class RoutingPlan:
+    """One call of an all-to-all dispatcher: which rows go where, out to the experts and, summed, back.
 
-    @abstractmethod
-    def spread(self, tensor: Tensor) -> Tensor:
-        """Tokens `[T, H]`, alike on tensor-parallel peers, to one row per assignment `[a, H]`."""
+    Rows are counted in a buffer: the input rows (this rank's batch, or what its expt_tp group gathered), then what
+    was received. "Partial rows" are sums over experts on their way back; the first of them go over ep, the rest stay.
 
-    @abstractmethod
-    def open(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`spread` of tokens with their indices and weights, which tells what the assignments are."""
+    Attributes:
+        tokens: T.
+        gathers_inputs: rows that each expt_tp peer's share of the inputs is padded to, which are all-gathered over
+            expt_tp first; None where the inputs are this rank's batch.
+        own_rows: the rows of this rank's batch that it owns.
+        sends: whether any rank sends rows out at all.
+        send_rows: `[sum(input_splits)]`, buffer rows to send, by ep_rank.
+        input_splits, output_splits: rows out and in over ep.
+        received: rows of the buffer behind the inputs.
+        recv_padding: rows that each expt_tp peer's received rows are padded to, which are all-gathered over expt_tp;
+            None where they are not shared.
+        rows: `[n]`, the buffer rows that experts here work on.
+        partial_rows: `[n]`, the partial row each one is summed into.
+        num_partial_rows: of all sums made here.
+        reduce_padding: rows of each expt_tp peer's section of the partial rows, which are reduce-scattered over expt_tp
+            before they go back; None where each rank keeps its own.
+        combine_input_splits, combine_output_splits: partial rows back over ep, none to this rank itself.
+        num_own_rows: the rows that sums come back to: this rank's tokens, or those of its expt_tp group.
+        staying_rows: `[.]`, which of those have their sum here, behind the sums that go back; None where sums were
+            added up in place.
+        returned_rows: `[sum(combine_output_splits)]`, which of those each returned sum belongs to.
+        reduce_splits: the own rows of each expt_tp peer, to which returned sums are reduce-scattered over expt_tp; None
+            where that was done before.
+    """
 
-    @abstractmethod
-    def trip(self) -> Trip:
-        """`collect` of one tensor, and `spread` backward, in halves."""
-
-    @abstractmethod
-    def collect(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The sum over assignments `[a, H]`, by token: `[T, H]`. A second tensor holds weights: `[T, K]`."""
-
-
-class _Dispatch(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, index: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.route = route
-        x, index, weights = route.open(x, index, weights)
-        ctx.mark_non_differentiable(index)
-        return x, index, weights
-
-    @staticmethod
-    def backward(ctx: Any, x: Tensor, _: Any, weights: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.route.collect(x, weights)
-
-
-class _Combine(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, partial: Tensor) -> Tensor:
-        ctx.route = route
-        return route.collect(partial)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, ctx.route.spread(grad)
-
-
-def dispatch(route: Route, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens `[T, H]`, `[T, K]`, `[T, K]` to assignments `[a, H]`, `[a, k]`, `[a, k]`."""
-    x, index, weights = _Dispatch.apply(route, index, x, weights)
-    return x, index, weights
-
-
-def combine(route: Route, partial: Tensor, meanwhile: Meanwhile = None) -> Tensor:
-    """Partial outputs `[a, H]` to the outputs of this rank's tokens `[T, H]`."""
-    if meanwhile is not None:
-        return fly(route.trip(), partial, meanwhile)
-    result: Tensor = _Combine.apply(route, partial)
-    return result
+    tokens: int
+    gathers_inputs: int | None
+    own_rows: range
+    sends: bool
+    send_rows: Tensor
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
+    received: int
+    recv_padding: int | None
+    rows: Tensor
+    partial_rows: Tensor
+    num_partial_rows: int
+    reduce_padding: int | None
+    combine_input_splits: tuple[int, ...]
+    combine_output_splits: tuple[int, ...]
+    num_own_rows: int
+    staying_rows: Tensor | None
+    returned_rows: Tensor
+    reduce_splits: tuple[int, ...] | None
 
 
-def owned_rows(places: Places, tokens: int) -> tuple[list[int], list[int]]:
-    """Where each place's tokens start in this rank's batch, and how many they are; meant for near places."""
-    tp, ranks = places.groups.topology.tp, places.groups.expert_model_parallel.ranks
-    sizes = even_sizes(tokens, tp)
-    return [sum(sizes[: rank % tp]) for rank in ranks], [sizes[rank % tp] for rank in ranks]
+def expand_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The numbers of several ranges, one after the other: `[sum(lengths)]`, of two `[n]` on the host."""
+    before = lengths.cumsum(0) - lengths
+    total = int(lengths.sum())
+    return (starts - before).repeat_interleave(lengths, output_size=total) + torch.arange(total)
+
+
+def on_device(tables: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Index tables of the host on a device, in one copy that the host doesn't wait for."""
+    if device.type == "cpu":
+        return tables
+    packed = torch.cat(tables)
+    packed = packed.pin_memory() if device.type == "cuda" else packed
+    return list(packed.to(device, non_blocking=True).split([len(table) for table in tables]))
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """Rows of a mask `[rows, ep]`, ep_rank by ep_rank.
+
+    Attributes:
+        rows: `[sum(counts)]`, row numbers of the mask, by ep_rank, then ascending.
+        counts: `[ep]`, how many of each, on the host.
+    """
+
+    rows: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, ep_mask: Tensor, counts: Tensor) -> MaskedRows:
+        """The rows that are set in a mask whose column sums the host knows."""
+        return cls(torch.nonzero_static(ep_mask.t(), size=int(counts.sum()))[:, 1], counts)
+
+    def without(self, ep_ranks: range) -> Tensor:
+        """The rows of all ep_ranks but some neighbours."""
+        start, stop = int(self.counts[: ep_ranks.start].sum()), int(self.counts[: ep_ranks.stop].sum())
+        return self.rows if start == stop else torch.cat([self.rows[:start], self.rows[stop:]])
+
+    def at(self, ep_rank: int) -> Tensor:
+        """The rows of one."""
+        start = int(self.counts[:ep_rank].sum())
+        return self.rows[start : start + int(self.counts[ep_rank])]
+
+
+def zero_at(counts: Tensor, ep_ranks: range) -> Tensor:
+    """Counts `[ep, ...]` with none at some neighbours."""
+    zeroed = counts.clone()
+    zeroed[ep_ranks.start : ep_ranks.stop] = 0
+    return zeroed
+
+
+def as_ints(counts: Tensor) -> tuple[int, ...]:
+    """Counts `[n]` of the host as numbers."""
+    return tuple(counts.tolist())

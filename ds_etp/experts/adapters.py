@@ -26,8 +26,8 @@ class ExpertMajorRows(ShardedExperts):
         out = super().forward(hidden_states[rows], (rows // tokens)[:, None], weights)
         return torch.zeros_like(hidden_states).index_copy(0, rows, out)
 
-    def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """See `ShardedExperts.on_local_rows`: the family wants as many rows for each expert."""
+    def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """See `ShardedExperts.local_experts_forward`: the family wants as many rows for each expert."""
         experts = self.ds_etp_shard.layout.num_experts // self.ds_etp_shard.topology.ep
         order = index[:, 0].argsort(stable=True)
         counts = torch.bincount(index[:, 0], minlength=experts)
@@ -56,11 +56,11 @@ class IdentityExperts(ShardedExperts):
         routed = super().forward(hidden_states, index, top_k_weights.masked_fill(identity, 0))
         return routed + hidden_states * own
 
-    def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """See `ShardedExperts.on_local_rows`: the family's forward fails for one expert a token (5.0 to 5.24)."""
+    def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """See `ShardedExperts`: the family's own fails for one expert a token (transformers 5.0 to 5.24)."""
         if index.shape[1] == 1:
             layout = self.ds_etp_shard.layout
             last = layout.num_experts + layout.spare_experts - 1
             other = torch.full_like(index, last) if layout.spare_experts else index
             index, weights = torch.cat([index, other], 1), torch.cat([weights, torch.zeros_like(weights)], 1)
-        return super().on_local_rows(x, index, weights)
+        return super().local_experts_forward(x, index, weights)

@@ -9,7 +9,7 @@ import textwrap
 from torch import nn
 
 
-def shared_experts_of(block: nn.Module, experts: str) -> str:
+def find_shared_experts(block: nn.Module, experts: str) -> str:
     """The child of a block that holds its shared experts, which may as well run before the routed ones are done.
 
     Its name says "shared", and wherever the block calls it, it does so after `experts`, with nothing but its own first
@@ -25,11 +25,11 @@ def shared_experts_of(block: nn.Module, experts: str) -> str:
     names = [
         name for name, child in block.named_children() if "shared" in name and any(True for _ in child.parameters())
     ]
-    fitting = [name for name in names if _called_last(block, experts, name)]
+    fitting = [name for name in names if _called_after_experts(block, experts, name)]
     return fitting[0] if len(fitting) == 1 else ""
 
 
-def _called_last(block: nn.Module, experts: str, shared: str) -> bool:
+def _called_after_experts(block: nn.Module, experts: str, shared: str) -> bool:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(block).forward)))
     except (OSError, TypeError, SyntaxError):

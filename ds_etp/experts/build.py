@@ -9,15 +9,20 @@ import torch
 from torch import nn
 
 from ds_etp.config.block import ExpertTensorParallelConfig
-from ds_etp.dispatch.registry import PLANS
-from ds_etp.experts.blocks import shared_experts_of
+from ds_etp.dispatch.registry import DISPATCHERS
+from ds_etp.experts.blocks import find_shared_experts
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.experts.sharded import Shard, marks, sharded_modules
-from ds_etp.experts.shared_overlap import Beside, lay_beside
+from ds_etp.experts.sharded import Shard, sharded_modules, uses_sentinels
+from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.peft.expert_lora import plain_path
-from ds_etp.patches.transformers.experts_interface import GROUPED_MM_ALIGNMENT, allow_marks, is_aligned, takes_marks
+from ds_etp.patches.transformers.experts_interface import (
+    GROUPED_MM_ALIGNMENT,
+    enable_sentinels,
+    is_aligned,
+    skips_sentinels,
+)
 from ds_etp.patches.transformers.grouped_mm import sorted_forward
 
 
@@ -28,12 +33,12 @@ def make_shard(
     groups: ExpertGroups,
     plan_name: str,
     block: ExpertTensorParallelConfig,
-    beside: Beside | None = None,
+    shared_overlap: SharedExpertOverlap | None = None,
 ) -> Shard:
-    """What one experts module is to know of itself, this rank's part and its plan included."""
-    plan_class = PLANS[plan_name]
+    """What one experts module is to know of itself, this rank's part and its dispatcher included."""
+    plan_class = DISPATCHERS[plan_name]
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
-    static = block.static_shapes and plan_class.knows_shapes and allow_marks(module, groups.topology, layout)
+    static = block.static_shapes and plan_class.knows_shapes and enable_sentinels(module, groups.topology, layout)
     return Shard(
         path,
         layout,
@@ -41,14 +46,16 @@ def make_shard(
         groups.ep.index,
         groups.expt_tp.index,
         plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches),
-        takes_marks=takes_marks if static else None,
+        skips_sentinels=skips_sentinels if static else None,
         recompute=block.recompute,
-        beside=beside,
+        shared_overlap=shared_overlap,
         sorted_forward=sorted_forward if layout.adapter is None else None,
     )
 
 
-def lay_shared_beside(model: nn.Module, paths: Iterable[str], warn: Callable[[str], None]) -> dict[str, Beside]:
+def enable_shared_expert_overlap(
+    model: nn.Module, paths: Iterable[str], warn: Callable[[str], None]
+) -> dict[str, SharedExpertOverlap]:
     """Has the shared experts of blocks run while tokens travel, where a block's source says that it may be so.
 
     Args:
@@ -70,14 +77,14 @@ def lay_shared_beside(model: nn.Module, paths: Iterable[str], warn: Callable[[st
     for path in paths:
         where, _, name = plain_path(path).rpartition(".")
         block = model.get_submodule(where)
-        shared = shared_experts_of(block, name)
+        shared = find_shared_experts(block, name)
         if shared:
-            found[path] = Beside(block.get_submodule(shared), partial(waste, f"{where}.{shared}"))
-            lay_beside(block, found[path])
+            found[path] = SharedExpertOverlap(block.get_submodule(shared), partial(waste, f"{where}.{shared}"))
+            install_overlap(block, found[path])
     return found
 
 
-def unaligned_shards(
+def misaligned_shards(
     model: nn.Module, layouts: Mapping[str, ExpertsLayout], topology: Topology, itemsize: int | None
 ) -> tuple[list[str], str]:
     """Experts modules whose shards their experts implementation can't multiply, and a sentence about them.
@@ -108,18 +115,20 @@ def unaligned_shards(
     )
 
 
-def without_effect(model: nn.Module, block: ExpertTensorParallelConfig) -> Iterator[str]:
+def ineffective_options(model: nn.Module, block: ExpertTensorParallelConfig) -> Iterator[str]:
     """Options that do nothing for a sharded model, or for some of its experts, a sentence each."""
-    alone = [path for path, module in sharded_modules(model) if block.overlap and module.ds_etp_shard.beside is None]
+    alone = [
+        path for path, module in sharded_modules(model) if block.overlap and module.ds_etp_shard.shared_overlap is None
+    ]
     if alone:
         yield (
             f"overlap has no effect on {alone[0]} ({len(alone)} in all): its block calls no shared experts after it, "
             "with its own input"
         )
-    waiting = [path for path, module in sharded_modules(model) if block.static_shapes and not marks(module)]
+    waiting = [path for path, module in sharded_modules(model) if block.static_shapes and not uses_sentinels(module)]
     if waiting:
         yield (
             f"static_shapes has no effect on {waiting[0]} ({len(waiting)} in all): it is for ep above 1, more than one "
-            "expert a rank, plans replicated and allgather, transformers 5.18 or newer, and experts_implementation "
-            "grouped_mm or batched_mm"
+            "expert a rank, dispatchers replicated and allgather, transformers 5.18 or newer, and "
+            "experts_implementation grouped_mm or batched_mm"
         )

@@ -1,4 +1,4 @@
-"""What an engine checks of a model before anything is changed, and the plans it takes.
+"""What an engine checks of a model before anything is changed, and the dispatchers it takes.
 
 `ds-etp check --model` does the same without an engine.
 """
@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
-from ds_etp.dispatch.cost import Choice, choose_plan
+from ds_etp.dispatch.cost import DispatchChoice, choose_dispatcher
 from ds_etp.errors import config_error
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.registry import find_experts, read_layout
@@ -72,13 +72,13 @@ def check_divisible(topology: Topology, path: str, layout: ExpertsLayout) -> Non
     )
 
 
-def chosen_plans(
+def choose_dispatchers(
     model: nn.Module,
     layouts: Mapping[str, ExpertsLayout],
     topology: Topology,
     block: ExpertTensorParallelConfig,
     ranks_per_node: int | None,
-) -> dict[str, Choice]:
+) -> dict[str, DispatchChoice]:
     """How tokens reach each experts module, by its path.
 
     Args:
@@ -89,22 +89,22 @@ def chosen_plans(
         ranks_per_node: None where the job is one node.
     """
     return {
-        path: choose_plan(
+        path: choose_dispatcher(
             topology,
-            block.plan,
+            block.dispatcher,
             per_token=experts_per_token(model.get_submodule(path), layout.num_experts),
             experts=layout.num_experts,
             ranks_per_node=ranks_per_node,
-            node_weight=block.node_weight,
+            inter_node_cost=block.inter_node_cost,
             equal_batches=block.equal_batches,
         )
         for path, layout in layouts.items()
     }
 
 
-def plan_rows(choices: Iterable[Choice], block: ExpertTensorParallelConfig) -> list[tuple[str, str]]:
-    """Rows (name, value) of the plans that were chosen, for the table of the layout."""
-    by_name = {choice.plan: choice for choice in choices}
-    names = (f"{name} (auto)" if block.plan == "auto" else name for name in by_name)
-    sent = (f"{choice.traffic.total:.2f} a token" for choice in by_name.values())
-    return [("plan", ", ".join(names)), ("rows sent", ", ".join(sent))]
+def dispatcher_rows(choices: Iterable[DispatchChoice], block: ExpertTensorParallelConfig) -> list[tuple[str, str]]:
+    """Rows (name, value) of the dispatchers that were chosen, for the table of the layout."""
+    by_name = {choice.dispatcher: choice for choice in choices}
+    names = (f"{name} (auto)" if block.dispatcher == "auto" else name for name in by_name)
+    sent = (f"{choice.comm_volume.total:.2f} a token" for choice in by_name.values())
+    return [("dispatcher", ", ".join(names)), ("rows sent", ", ".join(sent))]

@@ -21,7 +21,7 @@ class UnsupportedExperts(ConfigError):
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How one kind of expert parameter `[E, ...]` is cut over etp, whatever its sizes.
 
     Attributes:
@@ -33,9 +33,9 @@ class Cut:
     """
 
     dim: int | None
-    parts: int = 1
-    width: int = 1
-    spare: bool = False
+    fused_chunks: int = 1
+    interleave: int = 1
+    has_zero_compute_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ParameterLayout:
 
     shape: tuple[int, ...]
     dim: int | None
-    parts: int = 1
+    fused_chunks: int = 1
     experts: tuple[int, ...] = ()
 
     def widths(self, topology: Topology) -> tuple[list[list[int]], list[list[int]] | None]:
@@ -59,8 +59,8 @@ class ParameterLayout:
         rows = [[count // topology.ep] * topology.ep for count in self.experts or self.shape[:1]]
         if self.dim is None:
             return rows, None
-        width = self.shape[self.dim] // self.parts // topology.etp
-        return rows, [[width] * topology.etp for _ in range(self.parts)]
+        width = self.shape[self.dim] // self.fused_chunks // topology.etp
+        return rows, [[width] * topology.etp for _ in range(self.fused_chunks)]
 
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """The shape of one shard."""
@@ -70,14 +70,14 @@ class ParameterLayout:
             shape[self.dim] //= topology.etp
         return tuple(shape)
 
-    def own_experts(self, full: Tensor, topology: Topology, ep_index: int) -> Tensor:
+    def local_experts(self, full: Tensor, topology: Topology, ep_index: int) -> Tensor:
         """The experts of one ep index, whole."""
         return _take(full, 0, self.widths(topology)[0], ep_index)
 
     def shard(self, full: Tensor, topology: Topology, ep_index: int, etp_index: int) -> Tensor:
         """One rank's shard, a view of `full` where there is one block, a new tensor where there are more."""
         columns = self.widths(topology)[1]
-        own = self.own_experts(full, topology, ep_index)
+        own = self.local_experts(full, topology, ep_index)
         return own if columns is None or self.dim is None else _take(own, self.dim, columns, etp_index)
 
     def unshard(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -131,7 +131,9 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def apply_cuts(module: nn.Module, cuts: dict[str, Cut], adapter: type[Any] | None = None) -> ExpertsLayout | str:
+def apply_specs(
+    module: nn.Module, specs: dict[str, ShardSpec], adapter: type[Any] | None = None
+) -> ExpertsLayout | str:
     """The layout of a module whose parameters are cut so; or, in a phrase, why that doesn't fit the module.
 
     Args:
@@ -140,34 +142,34 @@ def apply_cuts(module: nn.Module, cuts: dict[str, Cut], adapter: type[Any] | Non
         adapter: see `ExpertsLayout`.
     """
     shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
-    if set(shapes) != set(cuts):
-        return f"its parameters are {', '.join(sorted(shapes)) or 'none'}, and {', '.join(sorted(cuts))} are known"
+    if set(shapes) != set(specs):
+        return f"its parameters are {', '.join(sorted(shapes)) or 'none'}, and {', '.join(sorted(specs))} are known"
     listed = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
     misfit = f"{listed} don't fit together"
-    exact = [name for name, cut in cuts.items() if not cut.spare]
+    exact = [name for name, spec in specs.items() if not spec.has_zero_compute_rows]
     if any(len(shape) < 2 for shape in shapes.values()) or not exact:
         return misfit
     num_experts = shapes[exact[0]][0]
     columns: set[int] = set()  # what the parameters say I is
     others: set[int] = set()  # their other sizes, which are H
-    for name, cut in cuts.items():
+    for name, spec in specs.items():
         shape = shapes[name]
-        if cut.dim is not None:
-            if not 0 < cut.dim < len(shape) or shape[cut.dim] % (cut.parts * cut.width):
+        if spec.dim is not None:
+            if not 0 < spec.dim < len(shape) or shape[spec.dim] % (spec.fused_chunks * spec.interleave):
                 return misfit
-            columns.add(shape[cut.dim] // (cut.parts * cut.width))
-        others.update(size for dim, size in enumerate(shape) if dim not in (0, cut.dim))
-        if shape[0] < num_experts or (shape[0] != num_experts and not cut.spare):
+            columns.add(shape[spec.dim] // (spec.fused_chunks * spec.interleave))
+        others.update(size for dim, size in enumerate(shape) if dim not in (0, spec.dim))
+        if shape[0] < num_experts or (shape[0] != num_experts and not spec.has_zero_compute_rows):
             return misfit
     if len(columns) != 1 or len(others) != 1 or not num_experts:
         return misfit
     parameters = {
         name: ParameterLayout(
             shape=shapes[name],
-            dim=cut.dim,
-            parts=cut.parts,
-            experts=(num_experts, shapes[name][0] - num_experts) if cut.spare else (),
+            dim=spec.dim,
+            fused_chunks=spec.fused_chunks,
+            experts=(num_experts, shapes[name][0] - num_experts) if spec.has_zero_compute_rows else (),
         )
-        for name, cut in cuts.items()
+        for name, spec in specs.items()
     }
     return ExpertsLayout(num_experts, others.pop(), columns.pop(), parameters, adapter)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_etp import aliases
 from ds_etp.experts.adapters import ExpertMajorRows, IdentityExperts
-from ds_etp.experts.layout import Cut, ExpertsLayout, ParameterLayout, UnsupportedExperts, apply_cuts
+from ds_etp.experts.layout import ExpertsLayout, ParameterLayout, ShardSpec, UnsupportedExperts, apply_specs
 from ds_etp.experts.sharded import ShardedExperts
 from ds_etp.parallel.topology import Topology
 
@@ -28,21 +29,22 @@ _KNOWN_FLAGS = (*_FLAG_DEFAULTS, "is_concatenated", "_is_expert_parallel")
 class _Row:
     """What is known of one class: how its parameters are cut, or why they can't be."""
 
-    cuts: dict[str, Cut]
+    specs: dict[str, ShardSpec]
     adapter: type[Any] | None = None
     refusal: str = ""
 
 
-_GATE_UP = {"gate_up_proj": Cut(dim=1, parts=2), "down_proj": Cut(dim=2)}
+_GATE_UP = {"gate_up_proj": ShardSpec(dim=1, fused_chunks=2), "down_proj": ShardSpec(dim=2)}
 # Classes of transformers (5.0 to 5.24) without flags, each by the module and the name it has there: a class that
 # moves or is renamed is refused until someone has looked at it.
 _ROWS: dict[str, _Row] = {
     "transformers.models.step3p7.modeling_step3p7.Step3p7Experts": _Row(_GATE_UP),
     "transformers.models.llama4.modeling_llama4.Llama4TextExperts": _Row(
-        {"gate_up_proj": Cut(dim=2, parts=2), "down_proj": Cut(dim=1)}, ExpertMajorRows
+        {"gate_up_proj": ShardSpec(dim=2, fused_chunks=2), "down_proj": ShardSpec(dim=1)}, ExpertMajorRows
     ),
     "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _Row(
-        {"gate_up_proj": Cut(dim=1, parts=2, spare=True), "down_proj": Cut(dim=2)}, IdentityExperts
+        {"gate_up_proj": ShardSpec(dim=1, fused_chunks=2, has_zero_compute_rows=True), "down_proj": ShardSpec(dim=2)},
+        IdentityExperts,
     ),
     "transformers.models.dbrx.modeling_dbrx.DbrxExperts": _Row(
         {}, refusal="it keeps the rows of all experts in one matrix [E * I, H]"
@@ -61,28 +63,30 @@ _ROWS: dict[str, _Row] = {
 
 def register_layout(
     experts_class: type[nn.Module] | str,
-    cuts: Mapping[str, Cut],
+    specs: Mapping[str, ShardSpec] | None = None,
     adapter: type[ShardedExperts] | None = None,
+    **old_names: Any,
 ) -> None:
     """Tells ds_etp how the parameters of an experts class of yours are cut. Call it before `initialize`.
 
     The class's own forward then runs on shards: with `E / ep` experts, `I / etp` columns each, and expert indices that
     count from 0 on every rank. Its output may have no term that isn't a sum over the I columns, parameters with
-    `Cut(dim=None)` apart.
+    `ShardSpec(dim=None)` apart.
 
     Args:
         experts_class: the class, or its full name (`package.module.Class`).
-        cuts: how each of its parameters `[E, ...]` is cut, by name; all of them.
+        specs: how each of its parameters `[E, ...]` is cut, by name; all of them.
         adapter: for a class that isn't called as `experts(x [T, H], index [T, K], weights [T, K])`: a subclass of
             `ShardedExperts` whose `forward` takes what it is called with.
 
     Raises:
         ConfigError: no parameter holds I.
     """
+    specs = aliases.argument(specs, "specs", old_names)
     name = experts_class if isinstance(experts_class, str) else _full_name(experts_class)
-    if not any(cut.dim is not None for cut in cuts.values()):
-        raise UnsupportedExperts(f"register_layout({name!r}): no parameter is cut. Give one at least a Cut with a dim.")
-    _ROWS[name] = _Row(dict(cuts), adapter)
+    if not any(spec.dim is not None for spec in specs.values()):
+        raise UnsupportedExperts(f"register_layout({name!r}): no parameter is cut. Give one a ShardSpec with a dim.")
+    _ROWS[name] = _Row(dict(specs), adapter)
 
 
 def _full_name(experts_class: type) -> str:
@@ -187,14 +191,14 @@ def _obstacles(module: nn.Module) -> Iterator[str]:
 def _read(module: nn.Module) -> ExpertsLayout | str:
     row = _row_of(module)
     if row is not None:
-        return apply_cuts(module, row.cuts, row.adapter)
+        return apply_specs(module, row.specs, row.adapter)
     flags = {flag: bool(getattr(module, flag, default)) for flag, default in _FLAG_DEFAULTS.items()}
     concatenated = getattr(module, "is_concatenated", None)
     # Before transformers 5.8 nothing says so of gate and up: the gate function does.
     choices = [bool(concatenated)] if concatenated is not None else [True, False]
     reason = ""
     for choice in choices if flags["has_gate"] else [True]:
-        layout = apply_cuts(module, _flagged_cuts(flags, concatenated=choice))
+        layout = apply_specs(module, _flagged_specs(flags, concatenated=choice))
         if isinstance(layout, str):
             return layout
         reason = _gate_fault(module, layout.intermediate_size, choice) if flags["has_gate"] else ""
@@ -203,15 +207,15 @@ def _read(module: nn.Module) -> ExpertsLayout | str:
     return reason
 
 
-def _flagged_cuts(flags: Mapping[str, bool], *, concatenated: bool) -> dict[str, Cut]:
+def _flagged_specs(flags: Mapping[str, bool], *, concatenated: bool) -> dict[str, ShardSpec]:
     """How the parameters are cut that a module with these flags has."""
     up = "gate_up_proj" if flags["has_gate"] else "up_proj"
     columns, rows = (2, 1) if flags["is_transposed"] else (1, 2)
-    parts, width = (1, 1) if not flags["has_gate"] else (2, 1) if concatenated else (1, 2)
-    cuts = {up: Cut(columns, parts, width), "down_proj": Cut(rows)}
+    fused_chunks, interleave = (1, 1) if not flags["has_gate"] else (2, 1) if concatenated else (1, 2)
+    specs = {up: ShardSpec(columns, fused_chunks, interleave), "down_proj": ShardSpec(rows)}
     if flags["has_bias"]:
-        cuts |= {f"{up}_bias": Cut(1, parts, width), "down_proj_bias": Cut(None)}
-    return cuts
+        specs |= {f"{up}_bias": ShardSpec(1, fused_chunks, interleave), "down_proj_bias": ShardSpec(None)}
+    return specs
 
 
 def _gate_fault(module: Any, intermediate_size: int, concatenated: bool) -> str:
@@ -221,7 +225,7 @@ def _gate_fault(module: Any, intermediate_size: int, concatenated: bool) -> str:
         return ""  # one column can't be split anyway
     generator = torch.Generator(device="cpu").manual_seed(0)
     gate_up = 3 * torch.randn(4, 2 * columns, generator=generator, device="cpu")
-    layout, halves = ParameterLayout((4, 2 * columns), dim=1, parts=2 if concatenated else 1), Topology(2, etp=2)
+    layout, halves = ParameterLayout((4, 2 * columns), dim=1, fused_chunks=2 if concatenated else 1), Topology(2, etp=2)
     try:
         with torch.no_grad():
             whole = module._apply_gate(gate_up)

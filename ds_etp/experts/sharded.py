@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_etp.dispatch.base import Plan, Rows
+from ds_etp import aliases
+from ds_etp.dispatch.base import DispatchOutput, TokenDispatcher
 from ds_etp.experts.layout import ExpertsLayout, full_shape
-from ds_etp.experts.shared_overlap import Beside
+from ds_etp.experts.shared_overlap import SharedExpertOverlap
 from ds_etp.parallel.topology import Topology
 
 
@@ -31,8 +32,8 @@ class Shard:
         layout: the layout of the whole module.
         topology: the sizes it is split by.
         ep_index, etp_index: which shard this rank holds.
-        plan: how tokens reach it.
-        takes_marks: whether the family's forward now skips an index one above the last expert, as it may for some
+        dispatcher: how tokens reach it.
+        skips_sentinels: whether the family's forward now skips an index one above the last expert, as it may for some
             experts implementations only; None: it never does.
         recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
         beside: the block's shared experts, where they run while tokens travel.
@@ -45,10 +46,10 @@ class Shard:
     topology: Topology
     ep_index: int
     etp_index: int
-    plan: Plan
-    takes_marks: Callable[[nn.Module], bool] | None = None
+    dispatcher: TokenDispatcher
+    skips_sentinels: Callable[[nn.Module], bool] | None = None
     recompute: bool = False
-    beside: Beside | None = None
+    shared_overlap: SharedExpertOverlap | None = None
     sorted_forward: Callable[[Any], Callable[..., Tensor] | None] | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
@@ -74,41 +75,52 @@ class ShardedExperts:
 
     ds_etp_shard: Shard
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        aliases.rename_methods(cls)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
         partial, rows = self._partial(hidden_states, top_k_index, top_k_weights)
-        beside = self.ds_etp_shard.beside
-        return self.ds_etp_shard.plan.combine(partial, rows, None if beside is None else beside.meanwhile)
+        shared_overlap = self.ds_etp_shard.shared_overlap
+        return self.ds_etp_shard.dispatcher.combine(
+            partial, rows, None if shared_overlap is None else shared_overlap.overlap_fn
+        )
 
-    def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Rows]:
-        """Partial outputs for the rows this rank's experts work on, and the plan's notes of them."""
-        noted: list[Rows] = []
+    def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, DispatchOutput]:
+        """Partial outputs for the rows this rank's experts work on, and the dispatcher's notes of them."""
+        noted: list[DispatchOutput] = []
         shard = self.ds_etp_shard
 
         def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            rows = shard.plan.dispatch(x, index, weights, marked=marks(self))
+            rows = shard.dispatcher.dispatch(x, index, weights, with_sentinels=uses_sentinels(self))
             if not noted:
                 noted.append(rows.without_tensors())
             forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
-            return (forward or self.on_local_rows)(rows.x, rows.index, rows.weights)
+            return (forward or self.local_experts_forward)(rows.x, rows.index, rows.weights)
 
         if not (shard.recompute and torch.is_grad_enabled()):
             return run(x, index, weights), noted[0]
         return checkpoint(run, x, index, weights, use_reentrant=False), noted[0]
 
-    def on_local_rows(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
         partial: Tensor = super().forward(x, index, weights)  # type: ignore[misc]
         return partial
 
 
-def marks(module: Any) -> bool:
+# An adapter of a user's may call the method it overrides by its old name.
+for _old, _new in aliases.ADAPTER_METHODS.items():
+    setattr(ShardedExperts, _old, getattr(ShardedExperts, _new))
+
+
+def uses_sentinels(module: Any) -> bool:
     """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
-    takes_marks = module.ds_etp_shard.takes_marks
-    return takes_marks is not None and takes_marks(module)
+    skips_sentinels = module.ds_etp_shard.skips_sentinels
+    return skips_sentinels is not None and skips_sentinels(module)
 
 
-def _added_once(name: str) -> property:
+def _rank0_only_param(name: str) -> property:
     """A parameter that every etp rank holds whole and rank 0 adds.
 
     The others see zeros, and its gradient there is zeros, so that it counts once in the gradient norm too.
@@ -123,11 +135,11 @@ def _added_once(name: str) -> property:
 
 @cache
 def _sharded_class(family: type, mixin: type, once: tuple[str, ...]) -> type:
-    body: dict[str, Any] = {"__module__": family.__module__, **{name: _added_once(name) for name in once}}
+    body: dict[str, Any] = {"__module__": family.__module__, **{name: _rank0_only_param(name) for name in once}}
     return type(f"Sharded{family.__name__}", (mixin, family), body)
 
 
-def adopt(module: nn.Module, shard: Shard) -> None:
+def convert_module(module: nn.Module, shard: Shard) -> None:
     """Gives a module whose parameters were sliced its new class and its local sizes."""
     module.ds_etp_shard = shard  # type: ignore[assignment]
     layout, topology = shard.layout, shard.topology
@@ -149,7 +161,7 @@ def shard_in_place(module: nn.Module, shard: Shard) -> None:
     for name, parameter in module.named_parameters():
         if shard.is_whole(name, parameter):
             parameter.data = shard.slice(name, parameter.data)
-    adopt(module, shard)
+    convert_module(module, shard)
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -18,17 +18,17 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class Beside:
+class SharedExpertOverlap:
     """The shared experts of one block, beside its routed ones.
 
     Args:
         shared: the module.
-        on_waste: called when the block turns out to want something else of them than what was made early.
+        on_unused: called when the block turns out to want something else of them than what was made early.
     """
 
-    def __init__(self, shared: nn.Module, on_waste: Callable[[], None]) -> None:
+    def __init__(self, shared: nn.Module, on_unused: Callable[[], None]) -> None:
         self.shared = shared
-        self._on_waste = on_waste
+        self._on_unused = on_unused
         self._block_input: Tensor | None = None  # of the block's call that is running
         self._early: tuple[Tensor, Any] | None = None  # what the shared experts were given early, and their result
 
@@ -40,12 +40,12 @@ class Beside:
         try:
             yield
             if self._early is not None:
-                self._on_waste()
+                self._on_unused()
         finally:
             self._block_input = self._early = None
 
     @property
-    def meanwhile(self) -> Callable[[], None] | None:
+    def overlap_fn(self) -> Callable[[], None] | None:
         """What to do while results travel; None where no block is running."""
         return None if self._block_input is None else self._run_early
 
@@ -54,14 +54,14 @@ class Beside:
         assert given is not None
         self._early = given, self.shared(given)
 
-    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    def cached_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Whether a call of the shared experts is answered already, and with what."""
         early, self._early = self._early, None
         if early is None:
             return False, None
         if not kwargs and len(args) == 1 and args[0] is early[0]:
             return True, early[1]
-        self._on_waste()
+        self._on_unused()
         return False, None
 
 
@@ -69,7 +69,7 @@ class _Block:
     """The mixin in front of the class of a block."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.ds_etp_beside.call_of_block(args, kwargs):  # type: ignore[attr-defined]
+        with self.ds_etp_shared_overlap.call_of_block(args, kwargs):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -77,7 +77,7 @@ class _Shared:
     """The mixin in front of the class of shared experts. Hooks run once a forward, with the call that computes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        answered, result = self.ds_etp_beside.answer(args, kwargs)  # type: ignore[attr-defined]
+        answered, result = self.ds_etp_shared_overlap.cached_output(args, kwargs)  # type: ignore[attr-defined]
         return result if answered else super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -88,8 +88,8 @@ def _class_with(mixin: type, family: type) -> type:
     return type(family.__name__, (mixin, family), names)
 
 
-def lay_beside(block: nn.Module, beside: Beside) -> None:
-    """Has a block and its shared experts tell `beside` of their calls."""
-    for module, mixin in ((block, _Block), (beside.shared, _Shared)):
-        module.ds_etp_beside = beside  # type: ignore[assignment]
+def install_overlap(block: nn.Module, shared_overlap: SharedExpertOverlap) -> None:
+    """Has a block and its shared experts tell `shared_overlap` of their calls."""
+    for module, mixin in ((block, _Block), (shared_overlap.shared, _Shared)):
+        module.ds_etp_shared_overlap = shared_overlap  # type: ignore[assignment]
         module.__class__ = _class_with(mixin, type(module))  # type: ignore[arg-type]  # hash of Module

@@ -22,11 +22,11 @@ from ds_etp.engine import register
 from ds_etp.errors import CheckpointError, config_error
 from ds_etp.experts.checks import check_divisible
 from ds_etp.experts.registry import find_experts, read_layout
-from ds_etp.loading.unread import leave_unread
-from ds_etp.parallel.consensus import agreed
+from ds_etp.loading.unread import defer_loading
+from ds_etp.parallel.consensus import raise_on_all_ranks
 from ds_etp.parallel.topology import Topology
-from ds_etp.patches.deepspeed.ulysses import check_sequences, registered_size
-from ds_etp.patches.transformers.lazy_loading import left_in_files
+from ds_etp.patches.deepspeed.ulysses import check_sequences, ulysses_world_size
+from ds_etp.patches.transformers.lazy_loading import lazy_state_dict
 from ds_etp.patches.versions import check_sequence_version
 
 # What `from_pretrained` of transformers takes and this can't do, with what to do instead.
@@ -90,9 +90,9 @@ def from_pretrained(
     if not dist.is_initialized():
         deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     arguments["use_safetensors"] = True
-    with agreed(f"loading {path}"):
+    with raise_on_all_ranks(f"loading {path}"):
         _refuse_quantized(path, arguments)
-        with left_in_files():
+        with lazy_state_dict():
             model, report = loader.from_pretrained(path, output_loading_info=True, **arguments)
         if report["missing_keys"]:
             names = sorted(report["missing_keys"])
@@ -102,7 +102,7 @@ def from_pretrained(
     check_sequences(model, topology)
     for experts, layout in layouts.items():
         check_divisible(topology, experts, layout)
-    leave_unread(model, layouts, progress=progress)
+    defer_loading(model, layouts, progress=progress)
     return model
 
 
@@ -111,10 +111,10 @@ def _checked_topology(
 ) -> Topology:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     check_host_options(raw, world)
-    cp = registered_size()
+    cp = ulysses_world_size()
     check_sequence_version(cp)
     topology = block_config.resolve(block, world=world, tp=autotp_size(raw), cp=cp)
-    block_config.check_plan(block, topology)
+    block_config.check_dispatcher(block, topology)
     check_axes(topology, zero_stage(raw), half_dtype(raw))
     for name, advice in _REFUSED.items():
         if model_kwargs.get(name):

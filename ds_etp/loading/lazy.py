@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ds_etp.checkpoint.chunks import Box, Shape
+from ds_etp.checkpoint.chunks import Chunk, Shape
 
 
 class Node(Protocol):
@@ -27,12 +27,12 @@ class Node(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def fill(self, out: Tensor, box: Box) -> None:
+    def fill(self, out: Tensor, box: Chunk) -> None:
         """Writes a block of the tensor to `out`, of the block's size, in `out`'s type."""
 
 
 @dataclass(frozen=True)
-class Leaf:
+class FileTensor:
     """What a file holds: a tensor that is mapped, of which only the pages that are looked at are read."""
 
     tensor: Tensor
@@ -45,7 +45,7 @@ class Leaf:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    def fill(self, out: Tensor, box: Box) -> None:
+    def fill(self, out: Tensor, box: Chunk) -> None:
         out.copy_(self.tensor[box.slices()])
 
 
@@ -60,7 +60,7 @@ class Cast:
     def shape(self) -> Shape:
         return self.of.shape
 
-    def fill(self, out: Tensor, box: Box) -> None:
+    def fill(self, out: Tensor, box: Chunk) -> None:
         if out.dtype == self.dtype:
             self.of.fill(out, box)
         else:  # it is rounded to this type first
@@ -70,7 +70,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Concat:
     """Tensors one after the other along a dimension."""
 
     parts: tuple[Node, ...]
@@ -85,22 +85,22 @@ class Joined:
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
-    def fill(self, out: Tensor, box: Box) -> None:
+    def fill(self, out: Tensor, box: Chunk) -> None:
         start = 0
         for part in self.parts:
             origin = tuple(start if dim == self.dim else 0 for dim in range(len(box.size)))
-            wanted = Box(origin, part.shape).overlap(box)
+            wanted = Chunk(origin, part.shape).overlap(box)
             if wanted is not None:
                 part.fill(out[wanted.relative_to(box.start).slices()], wanted.relative_to(origin))
             start += part.shape[self.dim]
 
 
 @dataclass(frozen=True)
-class Part:
+class Slice:
     """A block of a tensor."""
 
     of: Node
-    box: Box
+    box: Chunk
 
     @property
     def shape(self) -> Shape:
@@ -110,13 +110,13 @@ class Part:
     def dtype(self) -> torch.dtype:
         return self.of.dtype
 
-    def fill(self, out: Tensor, box: Box) -> None:
+    def fill(self, out: Tensor, box: Chunk) -> None:
         start = tuple(a + b for a, b in zip(self.box.start, box.start, strict=True))
-        self.of.fill(out, Box(start, box.size))
+        self.of.fill(out, Chunk(start, box.size))
 
 
 @dataclass(frozen=True)
-class Permuted:
+class Permute:
     """A tensor with its dimensions in another order: `order[d]` is where dimension d comes from.
 
     None: a dimension of size 1 that is new. Dimensions of size 1 that no entry names are dropped.
@@ -133,7 +133,7 @@ class Permuted:
     def dtype(self) -> torch.dtype:
         return self.of.dtype
 
-    def fill(self, out: Tensor, box: Box) -> None:
+    def fill(self, out: Tensor, box: Chunk) -> None:
         start, size = [0] * len(self.of.shape), [1] * len(self.of.shape)
         for dim, source in enumerate(self.order):
             if source is not None:
@@ -147,7 +147,7 @@ class Permuted:
         for source in range(len(self.of.shape)):
             if source not in places:
                 out = out.unsqueeze(source)
-        self.of.fill(out, Box(tuple(start), tuple(size)))
+        self.of.fill(out, Chunk(tuple(start), tuple(size)))
 
 
 @dataclass(frozen=True)
@@ -161,16 +161,16 @@ class Reshaped:
     def dtype(self) -> torch.dtype:
         return self.of.dtype
 
-    def fill(self, out: Tensor, box: Box) -> None:
+    def fill(self, out: Tensor, box: Chunk) -> None:
         out.copy_(whole(self.of).reshape(self.shape)[box.slices()])
 
 
 def whole(node: Node) -> Tensor:
     """All of a tensor: the mapped one, where a file holds it as it is."""
-    if isinstance(node, Leaf):
+    if isinstance(node, FileTensor):
         return node.tensor
     out = torch.empty(node.shape, dtype=node.dtype)
-    node.fill(out, Box((0,) * len(node.shape), node.shape))
+    node.fill(out, Chunk((0,) * len(node.shape), node.shape))
     return out
 
 
@@ -217,7 +217,7 @@ def _meta(value: Any) -> Any:
 
 
 def _node(value: Tensor) -> Node:
-    return value.node if isinstance(value, LazyTensor) else Leaf(value)
+    return value.node if isinstance(value, LazyTensor) else FileTensor(value)
 
 
 def _same(x: LazyTensor, **_: Any) -> LazyTensor:
@@ -233,7 +233,7 @@ def _to(x: LazyTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> La
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> LazyTensor | None:
     if len({tensor.dtype for tensor in tensors}) > 1 or len({tensor.dim() for tensor in tensors}) > 1:
         return None
-    return LazyTensor(Joined(tuple(map(_node, tensors)), dim % tensors[0].dim()))
+    return LazyTensor(Concat(tuple(map(_node, tensors)), dim % tensors[0].dim()))
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> LazyTensor | None:
@@ -244,18 +244,18 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> LazyTensor | None:
 def _unsqueeze(x: LazyTensor, dim: int) -> LazyTensor:
     order: list[int | None] = list(range(x.dim()))
     order.insert(dim % (x.dim() + 1), None)
-    return LazyTensor(Permuted(x.node, tuple(order)))
+    return LazyTensor(Permute(x.node, tuple(order)))
 
 
 def _squeeze(x: LazyTensor, dim: int) -> LazyTensor:
     dim %= x.dim()
     if x.shape[dim] != 1:
         return LazyTensor(x.node)
-    return LazyTensor(Permuted(x.node, tuple(d for d in range(x.dim()) if d != dim)))
+    return LazyTensor(Permute(x.node, tuple(d for d in range(x.dim()) if d != dim)))
 
 
 def _permute(x: LazyTensor, dims: Sequence[int]) -> LazyTensor:
-    return LazyTensor(Permuted(x.node, tuple(dim % x.dim() for dim in dims)))
+    return LazyTensor(Permute(x.node, tuple(dim % x.dim() for dim in dims)))
 
 
 def _transpose(x: LazyTensor, first: int, second: int) -> LazyTensor:
@@ -267,7 +267,7 @@ def _transpose(x: LazyTensor, first: int, second: int) -> LazyTensor:
 def _narrow(x: LazyTensor, dim: int, start: int, size: int) -> LazyTensor:
     starts, sizes = [0] * x.dim(), list(x.shape)
     starts[dim], sizes[dim] = start, size
-    return LazyTensor(Part(x.node, Box(tuple(starts), tuple(sizes))))
+    return LazyTensor(Slice(x.node, Chunk(tuple(starts), tuple(sizes))))
 
 
 def _slice(x: LazyTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> LazyTensor | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_etp.experts.sharded import Shard
 from ds_etp.loading.unread import read_shard
-from ds_etp.parallel.consensus import raise_together
+from ds_etp.parallel.consensus import raise_if_any_failed
 
 
 class ShardReader:
@@ -69,7 +69,7 @@ class ShardReader:
         """
         if not self._used:
             return
-        raise_together("reading experts", self._failure)
+        raise_if_any_failed("reading experts", self._failure)
         if not self._partition:
             return
         # Where ZeRO-3 finds partitioned parameters it takes the model for one of zero.Init, of which all is of the

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ds_etp.checkpoint.chunks import expert_pieces
 from ds_etp.errors import ConfigError
-from ds_etp.experts.sharded import Shard, adopt
+from ds_etp.experts.sharded import Shard, convert_module
 from ds_etp.loading.lazy import LazyTensor, Node, whole
 
 _UNREAD = "ds_etp_unread"
 
 
-class _Unread:
+class DeferredWeights:
     """The weights of one module that aren't read: by parameter name. Refuses what would use or copy them."""
 
     def __init__(self, module: nn.Module, path: str, nodes: dict[str, Node], progress: bool) -> None:
@@ -44,7 +44,7 @@ class _Unread:
             hook.remove()
 
 
-def leave_unread(model: nn.Module, paths: Iterable[str], *, progress: bool) -> None:
+def defer_loading(model: nn.Module, paths: Iterable[str], *, progress: bool) -> None:
     """Replaces a model's lazy parameters: those of the modules at `paths` by stand-ins, all others by their data.
 
     Args:
@@ -68,7 +68,7 @@ def leave_unread(model: nn.Module, paths: Iterable[str], *, progress: bool) -> N
             (module._buffers if name in module._buffers else module._parameters)[name] = made[id(old)]  # type: ignore[assignment]
     for path, module in experts.items():
         if lazy[path]:
-            setattr(module, _UNREAD, _Unread(module, path, lazy[path], progress))
+            setattr(module, _UNREAD, DeferredWeights(module, path, lazy[path], progress))
 
 
 def _replacement(old: LazyTensor, stand_in: bool) -> Tensor:
@@ -83,14 +83,14 @@ def _replacement(old: LazyTensor, stand_in: bool) -> Tensor:
     return new
 
 
-def is_unread(module: nn.Module) -> bool:
+def is_deferred(module: nn.Module) -> bool:
     """Whether a module's weights are still in their files."""
     return _UNREAD in vars(module)
 
 
-def unread_modules(model: nn.Module) -> Iterator[str]:
+def deferred_modules(model: nn.Module) -> Iterator[str]:
     """The paths of the modules whose weights are still in their files."""
-    return (path for path, module in model.named_modules() if is_unread(module))
+    return (path for path, module in model.named_modules() if is_deferred(module))
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def read_shard(
     Returns:
         What went wrong, if anything did. The module is of its new shape then too.
     """
-    unread: _Unread = vars(module).pop(_UNREAD)
+    unread: DeferredWeights = vars(module).pop(_UNREAD)
     failure: Exception | None = None
     for name, parameter in module.named_parameters():
         if not shard.is_whole(name, parameter):
@@ -134,13 +134,13 @@ def read_shard(
             del part
         then(parameter)
     unread.forget()
-    adopt(module, shard)
+    convert_module(module, shard)
     return failure
 
 
 def with_progress(modules: Mapping[str, nn.Module], *, show: bool) -> Iterator[str]:
     """The paths of experts modules, with a progress bar where their weights are to be read."""
-    wanted = show and any(vars(module)[_UNREAD].progress for module in modules.values() if is_unread(module))
+    wanted = show and any(vars(module)[_UNREAD].progress for module in modules.values() if is_deferred(module))
     if not wanted:
         yield from modules
         return

@@ -6,12 +6,12 @@ Legend: T tokens a rank holds, t tokens it owns, H hidden size. All tensors are 
     split   / unsplit         replicated -> own rows / the reverse  all-gather / slice
     gather  / reduce_scatter  own rows -> union / partial sums of   reduce-scatter / all-gather
                               the union -> own rows
-    copy    / all_reduce      identity / partial sums -> total      all-reduce / identity
+    copy    / reduce_from_group      identity / partial sums -> total      all-reduce / identity
     share   / unshare         replicated -> own block's rows / the  reduce-scatter, all-gather / slice
                               block's partial sums -> replicated
     all_to_all                rows by send and receive counts       the reverse
 
-Those that end an experts module take `meanwhile`, which runs while a message of theirs travels (`flights`).
+Those that end an experts module take `overlap_fn`, which runs while a message of theirs travels (`flights`).
 None of them has a hidden factor: `<A x, y> = <x, A' y>` holds summed over the peers, which is what makes
 every gradient arrive whole.
 """
@@ -25,62 +25,67 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ds_etp.parallel.async_ops import AllReduceTrip, ReduceScatterTrip, UnshareTrip, fly
+from ds_etp.parallel.async_ops import (
+    OverlappedAllReduce,
+    OverlappedReduceScatter,
+    OverlappedReduceScatterAllGather,
+    run_overlapped,
+)
 from ds_etp.parallel.collectives import (
     all_gather_rows,
     all_reduce_rows,
     all_to_all_rows,
+    balanced_splits,
     block_rows,
     block_sizes,
-    even_sizes,
     reduce_scatter_rows,
 )
-from ds_etp.parallel.process_groups import Peers
+from ds_etp.parallel.process_groups import ProcessGroupInfo
 
-Meanwhile = Callable[[], None] | None
+OverlapFn = Callable[[], None] | None
 
 
 def _floating(tensors: Sequence[Tensor]) -> list[int]:
-    return [place for place, tensor in enumerate(tensors) if tensor.is_floating_point()]
+    return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
 
 
-def _mark(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _mark_differentiable(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Notes which outputs have gradients. Expert indices travel with their rows but have none."""
-    ctx.places = _floating(outputs)
+    ctx.indices = _floating(outputs)
     ctx.count = len(outputs)
     ctx.mark_non_differentiable(*(tensor for tensor in outputs if not tensor.is_floating_point()))
     return outputs
 
 
-def _spread(ctx: Any, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+def _scatter_grads(ctx: Any, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
     """Gradients of the floating tensors back in their places, None in the others."""
-    spread: list[Tensor | None] = [None] * ctx.count
-    for place, grad in zip(ctx.places, grads, strict=True):
-        spread[place] = grad
-    return spread
+    scattered: list[Tensor | None] = [None] * ctx.count
+    for index, grad in zip(ctx.indices, grads, strict=True):
+        scattered[index] = grad
+    return scattered
 
 
-def _picked(ctx: Any, grads: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [grad for place in ctx.places if (grad := grads[place]) is not None]
+def _floating_grads(ctx: Any, grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [grad for index in ctx.indices if (grad := grads[index]) is not None]
 
 
-class _Split(Function):
+class _ScatterToTP(Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.peers, ctx.sizes = peers, even_sizes(len(tensors[0]), peers.size)
+    def forward(ctx: Any, peers: ProcessGroupInfo, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.peers, ctx.sizes = peers, balanced_splits(len(tensors[0]), peers.size)
         start = sum(ctx.sizes[: peers.index])
         own = tuple(tensor[start : start + ctx.sizes[peers.index]].clone() for tensor in tensors)
-        return _mark(ctx, own)
+        return _mark_differentiable(ctx, own)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, *_spread(ctx, all_gather_rows(_picked(ctx, grads), ctx.sizes, ctx.peers)))
+        return (None, *_scatter_grads(ctx, all_gather_rows(_floating_grads(ctx, grads), ctx.sizes, ctx.peers)))
 
 
-class _Unsplit(Function):
+class _GatherFromTP(Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, rows: int, tensor: Tensor) -> Tensor:
-        ctx.peers, ctx.sizes = peers, even_sizes(rows, peers.size)
+    def forward(ctx: Any, peers: ProcessGroupInfo, rows: int, tensor: Tensor) -> Tensor:
+        ctx.peers, ctx.sizes = peers, balanced_splits(rows, peers.size)
         return all_gather_rows([tensor], ctx.sizes, peers)[0]
 
     @staticmethod
@@ -89,23 +94,25 @@ class _Unsplit(Function):
         return None, None, grad[start : start + ctx.sizes[ctx.peers.index]]
 
 
-class _Gather(Function):
+class _AllGather(Function):
     @staticmethod
     def forward(
-        ctx: Any, peers: Peers, sizes: Sequence[int], dtype: torch.dtype | None, *tensors: Tensor
+        ctx: Any, peers: ProcessGroupInfo, sizes: Sequence[int], dtype: torch.dtype | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.peers, ctx.sizes, ctx.dtype = peers, sizes, dtype
-        return _mark(ctx, all_gather_rows(tensors, sizes, peers))
+        return _mark_differentiable(ctx, all_gather_rows(tensors, sizes, peers))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        own = reduce_scatter_rows(_picked(ctx, grads), ctx.sizes, ctx.peers, ctx.dtype)
-        return (None, None, None, *_spread(ctx, own))
+        own = reduce_scatter_rows(_floating_grads(ctx, grads), ctx.sizes, ctx.peers, ctx.dtype)
+        return (None, None, None, *_scatter_grads(ctx, own))
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, sizes: Sequence[int], dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, peers: ProcessGroupInfo, sizes: Sequence[int], dtype: torch.dtype | None, tensor: Tensor
+    ) -> Tensor:
         ctx.peers, ctx.sizes = peers, sizes
         return reduce_scatter_rows([tensor], sizes, peers, dtype)[0]
 
@@ -114,31 +121,45 @@ class _ReduceScatter(Function):
         return None, None, None, all_gather_rows([grad], ctx.sizes, ctx.peers)[0]
 
 
-class _Share(Function):
+class _SliceReplicated(Function):
     @staticmethod
     def forward(
-        ctx: Any, whole: Peers, block: Peers, dtype: torch.dtype | None, *tensors: Tensor
+        ctx: Any,
+        tp_peers: ProcessGroupInfo,
+        expert_peers: ProcessGroupInfo,
+        dtype: torch.dtype | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.whole, ctx.block, ctx.dtype = whole, block, dtype
-        ctx.sizes = even_sizes(len(tensors[0]), whole.size)
-        start, stop = block_rows(whole, block, ctx.sizes)
-        return _mark(ctx, tuple(tensor[start:stop].clone() for tensor in tensors))
+        ctx.tp_peers, ctx.expert_peers, ctx.dtype = tp_peers, expert_peers, dtype
+        ctx.sizes = balanced_splits(len(tensors[0]), tp_peers.size)
+        start, stop = block_rows(tp_peers, expert_peers, ctx.sizes)
+        return _mark_differentiable(ctx, tuple(tensor[start:stop].clone() for tensor in tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         own = reduce_scatter_rows(
-            _picked(ctx, grads), block_sizes(ctx.whole, ctx.block, ctx.sizes), ctx.block, ctx.dtype
+            _floating_grads(ctx, grads),
+            block_sizes(ctx.tp_peers, ctx.expert_peers, ctx.sizes),
+            ctx.expert_peers,
+            ctx.dtype,
         )
-        return (None, None, None, *_spread(ctx, all_gather_rows(own, ctx.sizes, ctx.whole)))
+        return (None, None, None, *_scatter_grads(ctx, all_gather_rows(own, ctx.sizes, ctx.tp_peers)))
 
 
-class _Unshare(Function):
+class _ReduceScatterAllGather(Function):
     @staticmethod
-    def forward(ctx: Any, whole: Peers, block: Peers, rows: int, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
-        sizes = even_sizes(rows, whole.size)
-        ctx.range = block_rows(whole, block, sizes)
-        own = reduce_scatter_rows([tensor], block_sizes(whole, block, sizes), block, dtype)
-        return all_gather_rows(own, sizes, whole)[0]
+    def forward(
+        ctx: Any,
+        tp_peers: ProcessGroupInfo,
+        expert_peers: ProcessGroupInfo,
+        rows: int,
+        dtype: torch.dtype | None,
+        tensor: Tensor,
+    ) -> Tensor:
+        sizes = balanced_splits(rows, tp_peers.size)
+        ctx.range = block_rows(tp_peers, expert_peers, sizes)
+        own = reduce_scatter_rows([tensor], block_sizes(tp_peers, expert_peers, sizes), expert_peers, dtype)
+        return all_gather_rows(own, sizes, tp_peers)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -146,20 +167,20 @@ class _Unshare(Function):
         return None, None, None, None, grad[start:stop]
 
 
-class _Copy(Function):
+class _CopyToGroup(Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, peers: ProcessGroupInfo, dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.peers, ctx.dtype = peers, dtype
-        return _mark(ctx, tuple(tensor.view_as(tensor) for tensor in tensors))
+        return _mark_differentiable(ctx, tuple(tensor.view_as(tensor) for tensor in tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *_spread(ctx, all_reduce_rows(_picked(ctx, grads), ctx.peers, ctx.dtype)))
+        return (None, None, *_scatter_grads(ctx, all_reduce_rows(_floating_grads(ctx, grads), ctx.peers, ctx.dtype)))
 
 
-class _AllReduce(Function):
+class _ReduceFromGroup(Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, peers: ProcessGroupInfo, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
         return all_reduce_rows([tensor], peers, dtype)[0]
 
     @staticmethod
@@ -170,94 +191,105 @@ class _AllReduce(Function):
 class _AllToAll(Function):
     @staticmethod
     def forward(
-        ctx: Any, peers: Peers, send: Sequence[int], receive: Sequence[int], *tensors: Tensor
+        ctx: Any, peers: ProcessGroupInfo, input_splits: Sequence[int], output_splits: Sequence[int], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.peers, ctx.send, ctx.receive = peers, send, receive
-        return _mark(ctx, all_to_all_rows(tensors, send, receive, peers))
+        ctx.peers, ctx.input_splits, ctx.output_splits = peers, input_splits, output_splits
+        return _mark_differentiable(ctx, all_to_all_rows(tensors, input_splits, output_splits, peers))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        back = all_to_all_rows(_picked(ctx, grads), ctx.receive, ctx.send, ctx.peers)
-        return (None, None, None, *_spread(ctx, back))
+        back = all_to_all_rows(_floating_grads(ctx, grads), ctx.output_splits, ctx.input_splits, ctx.peers)
+        return (None, None, None, *_scatter_grads(ctx, back))
 
 
-def split(peers: Peers, *tensors: Tensor) -> tuple[Tensor, ...]:
+def scatter_to_tp(peers: ProcessGroupInfo, *tensors: Tensor) -> tuple[Tensor, ...]:
     """This rank's rows of tensors that every peer holds alike: `[T, ...]` to `[t, ...]`."""
-    return tuple(_Split.apply(peers, *tensors)) if peers.size > 1 else tensors
+    return tuple(_ScatterToTP.apply(peers, *tensors)) if peers.size > 1 else tensors
 
 
-def unsplit(peers: Peers, rows: int, tensor: Tensor) -> Tensor:
+def gather_from_tp(peers: ProcessGroupInfo, rows: int, tensor: Tensor) -> Tensor:
     """All `rows` rows, on every peer alike, of a tensor of own rows: `[t, ...]` to `[T, ...]`."""
-    result: Tensor = _Unsplit.apply(peers, rows, tensor) if peers.size > 1 else tensor
+    result: Tensor = _GatherFromTP.apply(peers, rows, tensor) if peers.size > 1 else tensor
     return result
 
 
-def gather(
-    peers: Peers, sizes: Sequence[int], *tensors: Tensor, reduce_dtype: torch.dtype | None = None
+def all_gather(
+    peers: ProcessGroupInfo, sizes: Sequence[int], *tensors: Tensor, reduce_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
     """Every peer's own rows, in peer order. Peer i brings `sizes[i]` rows; sums back in `reduce_dtype`."""
-    return tuple(_Gather.apply(peers, sizes, reduce_dtype, *tensors)) if peers.size > 1 else tensors
+    return tuple(_AllGather.apply(peers, sizes, reduce_dtype, *tensors)) if peers.size > 1 else tensors
 
 
 def reduce_scatter(
-    peers: Peers,
+    peers: ProcessGroupInfo,
     sizes: Sequence[int],
     tensor: Tensor,
     *,
     reduce_dtype: torch.dtype | None = None,
-    meanwhile: Meanwhile = None,
+    overlap_fn: OverlapFn = None,
 ) -> Tensor:
     """This rank's `sizes[index]` rows of the sum of the peers' partial results for the union of rows."""
-    if meanwhile is not None and peers.size > 1:
-        return fly(ReduceScatterTrip(peers, sizes, reduce_dtype), tensor, meanwhile)
+    if overlap_fn is not None and peers.size > 1:
+        return run_overlapped(OverlappedReduceScatter(peers, sizes, reduce_dtype), tensor, overlap_fn)
     result: Tensor = _ReduceScatter.apply(peers, sizes, reduce_dtype, tensor) if peers.size > 1 else tensor
     return result
 
 
-def share(whole: Peers, block: Peers, *tensors: Tensor, reduce_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """The rows `block` owns together, of tensors that all of `whole` hold alike.
+def slice_replicated(
+    tp_peers: ProcessGroupInfo,
+    expert_peers: ProcessGroupInfo,
+    *tensors: Tensor,
+    reduce_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """The rows `expert_peers` owns together, of tensors that all of `tp_peers` hold alike.
 
-    `gather` over the block after `split` over the whole, without the message: the rows are here already.
-    `block` is a run of neighbours in `whole`, each of which works on a different share of the same rows.
+    `all_gather` over the block after `scatter_to_tp` over the whole, without the message: the rows are here already.
+    `expert_peers` is a run of neighbours in `tp_peers`, each of which works on a different share of the same rows.
     """
-    return tuple(_Share.apply(whole, block, reduce_dtype, *tensors))
+    return tuple(_SliceReplicated.apply(tp_peers, expert_peers, reduce_dtype, *tensors))
 
 
-def unshare(
-    whole: Peers,
-    block: Peers,
+def reduce_scatter_all_gather(
+    tp_peers: ProcessGroupInfo,
+    expert_peers: ProcessGroupInfo,
     rows: int,
     tensor: Tensor,
     *,
     reduce_dtype: torch.dtype | None = None,
-    meanwhile: Meanwhile = None,
+    overlap_fn: OverlapFn = None,
 ) -> Tensor:
-    """All `rows` rows, on every peer of `whole` alike, from partial results for the rows each block owns.
+    """All `rows` rows, on every peer of `tp_peers` alike, from partial results for the rows each block owns.
 
-    `reduce_scatter` over the block and `unsplit` over the whole; but backward every peer has the gradients it
+    `reduce_scatter` over the block and `gather_from_tp` over the whole; but backward every peer has the gradients it
     needs, and sends nothing.
     """
-    if meanwhile is not None:
-        return fly(UnshareTrip(whole, block, rows, reduce_dtype), tensor, meanwhile)
-    result: Tensor = _Unshare.apply(whole, block, rows, reduce_dtype, tensor)
+    if overlap_fn is not None:
+        return run_overlapped(
+            OverlappedReduceScatterAllGather(tp_peers, expert_peers, rows, reduce_dtype), tensor, overlap_fn
+        )
+    result: Tensor = _ReduceScatterAllGather.apply(tp_peers, expert_peers, rows, reduce_dtype, tensor)
     return result
 
 
-def copy(peers: Peers, *tensors: Tensor, reduce_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+def copy_to_group(
+    peers: ProcessGroupInfo, *tensors: Tensor, reduce_dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """Tensors every peer holds alike, about to be used for different shares of the work."""
-    return tuple(_Copy.apply(peers, reduce_dtype, *tensors)) if peers.size > 1 else tensors
+    return tuple(_CopyToGroup.apply(peers, reduce_dtype, *tensors)) if peers.size > 1 else tensors
 
 
-def all_reduce(
-    peers: Peers, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None, meanwhile: Meanwhile = None
+def reduce_from_group(
+    peers: ProcessGroupInfo, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None, overlap_fn: OverlapFn = None
 ) -> Tensor:
     """The sum of the peers' partial results, on every peer alike."""
-    if meanwhile is not None and peers.size > 1:
-        return fly(AllReduceTrip(peers, reduce_dtype), tensor, meanwhile)
-    result: Tensor = _AllReduce.apply(peers, reduce_dtype, tensor) if peers.size > 1 else tensor
+    if overlap_fn is not None and peers.size > 1:
+        return run_overlapped(OverlappedAllReduce(peers, reduce_dtype), tensor, overlap_fn)
+    result: Tensor = _ReduceFromGroup.apply(peers, reduce_dtype, tensor) if peers.size > 1 else tensor
     return result
 
 
-def all_to_all(peers: Peers, send: Sequence[int], receive: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Runs of rows to the peers, in peer order: `send[i]` rows to peer i, `receive[i]` rows from it."""
-    return tuple(_AllToAll.apply(peers, send, receive, *tensors)) if peers.size > 1 else tensors
+def all_to_all(
+    peers: ProcessGroupInfo, input_splits: Sequence[int], output_splits: Sequence[int], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Runs of rows to the peers, in peer order: `input_splits[i]` rows to peer i, `output_splits[i]` rows from it."""
+    return tuple(_AllToAll.apply(peers, input_splits, output_splits, *tensors)) if peers.size > 1 else tensors

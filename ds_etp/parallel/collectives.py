@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_etp.parallel.process_groups import Peers
+from ds_etp.parallel.process_groups import ProcessGroupInfo
 
 # Named anew in torch 2.13, which warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,13 +25,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 _WIDEST = 8  # bytes of the widest dtype that travels
 
 
-def even_sizes(rows: int, parts: int) -> list[int]:
+def balanced_splits(rows: int, parts: int) -> list[int]:
     """How many of `rows` rows each of `parts` peers owns: as even as can be, the longer ones first."""
     quotient, rest = divmod(rows, parts)
     return [quotient + (part < rest) for part in range(parts)]
 
 
-def pack_rows(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def pack_columns(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Tensors of the same rows as one `[rows, bytes]` message, in `out` where given."""
     columns, width = _columns(tensors)
     message = tensors[0].new_empty(len(tensors[0]), width, dtype=torch.uint8) if out is None else out
@@ -45,7 +45,7 @@ def packed_width(tensors: Sequence[Tensor]) -> int:
     return _columns(tensors)[1]
 
 
-def view_rows(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def unpack_views(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of a message as views of it, each with the dtype and trailing shape of its model in `like`."""
     return tuple(
         message[:, start:stop].view(tensor.dtype).unflatten(1, tensor.shape[1:])
@@ -69,7 +69,7 @@ def _width(tensor: Tensor) -> int:
 
 
 def _unpack(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(view.clone(memory_format=torch.contiguous_format) for view in view_rows(message, like))
+    return tuple(view.clone(memory_format=torch.contiguous_format) for view in unpack_views(message, like))
 
 
 def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -80,19 +80,19 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) 
     return (index + torch.arange(len(index))).to(device)
 
 
-def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peers) -> tuple[Tensor, ...]:
+def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: ProcessGroupInfo) -> tuple[Tensor, ...]:
     """Every peer's rows, in peer order. Peer i brings `sizes[i]` rows."""
     if peers.size == 1:
         return tuple(tensors)
     single = len(tensors) == 1
-    message = tensors[0].contiguous() if single else pack_rows(tensors)
+    message = tensors[0].contiguous() if single else pack_columns(tensors)
     longest = max(sizes)
     out = all_gather_padded(message, longest, peers)
     out = unpadded(out, sizes)
     return (out,) if single else _unpack(out, tensors)
 
 
-def all_gather_padded(message: Tensor, longest: int, peers: Peers, out: Tensor | None = None) -> Tensor:
+def all_gather_padded(message: Tensor, longest: int, peers: ProcessGroupInfo, out: Tensor | None = None) -> Tensor:
     """Every peer's rows, peer i's from row `i * longest` on. Rows beyond a peer's own hold anything.
 
     `out`: where they go, if there is a message.
@@ -129,7 +129,7 @@ def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def reduce_scatter_rows(
-    tensors: Sequence[Tensor], sizes: Sequence[int], peers: Peers, dtype: torch.dtype | None
+    tensors: Sequence[Tensor], sizes: Sequence[int], peers: ProcessGroupInfo, dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
     """This rank's rows of the sum over peers. Each tensor holds the union, `sum(sizes)` rows."""
     if peers.size == 1:
@@ -145,7 +145,7 @@ def reduce_scatter_rows(
     return _reduced(tensors, dtype, reduce)
 
 
-def reduce_scatter_padded(tensors: Sequence[Tensor], longest: int, peers: Peers) -> tuple[Tensor, ...]:
+def reduce_scatter_padded(tensors: Sequence[Tensor], longest: int, peers: ProcessGroupInfo) -> tuple[Tensor, ...]:
     """This rank's `longest` rows of the sum over peers. Each tensor holds as many for each peer, in peer order."""
     if peers.size == 1:
         return tuple(tensors)
@@ -158,17 +158,19 @@ def reduce_scatter_padded(tensors: Sequence[Tensor], longest: int, peers: Peers)
     return _reduced(tensors, None, reduce)
 
 
-def all_reduce_rows(tensors: Sequence[Tensor], peers: Peers, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+def all_reduce_rows(
+    tensors: Sequence[Tensor], peers: ProcessGroupInfo, dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
     """The sum over peers of tensors that every peer has a part of."""
     if peers.size == 1:
         return tuple(tensors)
-    sums = Sums([(tensor.shape, tensor.dtype) for tensor in tensors], tensors[0].device, dtype)
+    sums = PackedAllReduce([(tensor.shape, tensor.dtype) for tensor in tensors], tensors[0].device, dtype)
     for part, tensor in zip(sums.parts, tensors, strict=True):
         part.copy_(tensor)
     return sums.over(peers)
 
 
-class Sums:
+class PackedAllReduce:
     """Tensors of the same rows, summed over peers in one message for each dtype, and filled where they are sent from.
 
     Args:
@@ -186,20 +188,20 @@ class Sums:
         self._dtypes = [own for _, own in models]
         self._messages: list[Tensor] = []
         parts: dict[int, Tensor] = {}
-        for wire_dtype, places in _by_dtype(self._dtypes, dtype).items():
-            shapes = [models[place][0] for place in places]
-            if len(places) == 1:  # the message itself: what a function of autograd returns should be no view
-                message = parts[places[0]] = torch.empty(shapes[0], dtype=wire_dtype, device=device)
+        for wire_dtype, indices in _by_dtype(self._dtypes, dtype).items():
+            shapes = [models[index][0] for index in indices]
+            if len(indices) == 1:  # the message itself: what a function of autograd returns should be no view
+                message = parts[indices[0]] = torch.empty(shapes[0], dtype=wire_dtype, device=device)
             else:  # one after the other, and not side by side: parts are contiguous
                 width = sum(prod(shape[1:]) for shape in shapes)
                 message = torch.empty(shapes[0][0], width, dtype=wire_dtype, device=device)
                 runs = message.view(-1).split([shape.numel() for shape in shapes])
                 views = [run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
-                parts |= dict(zip(places, views, strict=True))
+                parts |= dict(zip(indices, views, strict=True))
             self._messages.append(message)
-        self.parts = [parts[place] for place in range(len(models))]
+        self.parts = [parts[index] for index in range(len(models))]
 
-    def over(self, peers: Peers | None) -> tuple[Tensor, ...]:
+    def over(self, peers: ProcessGroupInfo | None) -> tuple[Tensor, ...]:
         """The sums over peers, each in its own dtype. No peers: this process is alone."""
         if peers is not None and peers.size > 1:
             for message in self._messages:
@@ -209,10 +211,10 @@ class Sums:
 
 def _by_dtype(dtypes: Sequence[torch.dtype], dtype: torch.dtype | None) -> dict[torch.dtype, list[int]]:
     """The places of tensors that are summed in one message, by what they are summed in: `dtype`, or their own."""
-    places: dict[torch.dtype, list[int]] = {}
-    for place, own in enumerate(dtypes):
-        places.setdefault(dtype or own, []).append(place)
-    return places
+    indices: dict[torch.dtype, list[int]] = {}
+    for index, own in enumerate(dtypes):
+        indices.setdefault(dtype or own, []).append(index)
+    return indices
 
 
 def _reduced(
@@ -220,19 +222,23 @@ def _reduced(
 ) -> tuple[Tensor, ...]:
     """Runs `reduce` once per dtype, on tensors joined along their columns, in `dtype` where one is given."""
     results: list[Tensor | None] = [None] * len(tensors)
-    for wire_dtype, places in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
-        columns = [tensors[place].flatten(1) for place in places]
+    for wire_dtype, indices in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
+        columns = [tensors[index].flatten(1) for index in indices]
         joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         summed = reduce(joined.to(wire_dtype).contiguous())
-        widths = [tensors[place].flatten(1).shape[1] for place in places]
-        for place, column in zip(places, summed.split(widths, dim=1), strict=True):
-            model = tensors[place]
-            results[place] = column.to(model.dtype).reshape(len(column), *model.shape[1:])
+        widths = [tensors[index].flatten(1).shape[1] for index in indices]
+        for index, column in zip(indices, summed.split(widths, dim=1), strict=True):
+            model = tensors[index]
+            results[index] = column.to(model.dtype).reshape(len(column), *model.shape[1:])
     return tuple(result for result in results if result is not None)
 
 
 def all_to_all_rows(
-    tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], peers: Peers, out: Tensor | None = None
+    tensors: Sequence[Tensor],
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    peers: ProcessGroupInfo,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Sends consecutive runs of rows to the peers, in peer order, and returns what they sent.
 
@@ -241,20 +247,20 @@ def all_to_all_rows(
     if peers.size == 1:
         return tuple(tensors)
     single = len(tensors) == 1
-    message = tensors[0].contiguous() if single else pack_rows(tensors)
+    message = tensors[0].contiguous() if single else pack_columns(tensors)
     if out is None:
-        out = message.new_empty(sum(receive), *message.shape[1:])
-    dist.all_to_all_single(out, message, list(receive), list(send), group=peers.group)
+        out = message.new_empty(sum(output_splits), *message.shape[1:])
+    dist.all_to_all_single(out, message, list(output_splits), list(input_splits), group=peers.group)
     return (out,) if single else _unpack(out, tensors)
 
 
-def block_sizes(whole: Peers, block: Peers, sizes: Sequence[int]) -> Sequence[int]:
-    """Of the sizes of all of `whole`'s own rows, those of the neighbours in `block`."""
-    first = whole.ranks.index(block.ranks[0])
-    return sizes[first : first + block.size]
+def block_sizes(tp_peers: ProcessGroupInfo, expert_peers: ProcessGroupInfo, sizes: Sequence[int]) -> Sequence[int]:
+    """Of the sizes of all of `tp_peers`'s own rows, those of the neighbours in `expert_peers`."""
+    first = tp_peers.ranks.index(expert_peers.ranks[0])
+    return sizes[first : first + expert_peers.size]
 
 
-def block_rows(whole: Peers, block: Peers, sizes: Sequence[int]) -> tuple[int, int]:
-    """Where the rows of `block` start and stop among the rows of `whole`."""
-    start = sum(sizes[: whole.ranks.index(block.ranks[0])])
-    return start, start + sum(block_sizes(whole, block, sizes))
+def block_rows(tp_peers: ProcessGroupInfo, expert_peers: ProcessGroupInfo, sizes: Sequence[int]) -> tuple[int, int]:
+    """Where the rows of `expert_peers` start and stop among the rows of `tp_peers`."""
+    start = sum(sizes[: tp_peers.ranks.index(expert_peers.ranks[0])])
+    return start, start + sum(block_sizes(tp_peers, expert_peers, sizes))

@@ -12,7 +12,7 @@ from ds_etp.errors import CheckpointError
 
 
 @contextmanager
-def agreed(what: str) -> Iterator[None]:
+def raise_on_all_ranks(what: str) -> Iterator[None]:
     """Runs a block on every rank, then compares how it went. The block itself holds no collective that could
     be left half-way.
 
@@ -27,12 +27,12 @@ def agreed(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    raise_together(what, failure)
+    raise_if_any_failed(what, failure)
 
 
-def raise_together(what: str, failure: Exception | None) -> None:
+def raise_if_any_failed(what: str, failure: Exception | None) -> None:
     """Tells every rank of this rank's failure, if any, and raises if there was one anywhere."""
-    reasons = everyone(None if failure is None else _reason(failure))
+    reasons = all_gather_object(None if failure is None else _reason(failure))
     failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
     if not failed:
         return
@@ -45,25 +45,25 @@ def raise_together(what: str, failure: Exception | None) -> None:
     raise CheckpointError(text) from failure
 
 
-def everyone(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """Every rank's value, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def same_everywhere(what: str, value: Any) -> None:
+def assert_same_on_all_ranks(what: str, value: Any) -> None:
     """Checks that every rank gave the same arguments.
 
     Raises:
         CheckpointError: on every rank; it lists what they gave.
     """
-    given = everyone(value)
+    given = all_gather_object(value)
     if any(other != given[0] for other in given):
         raise CheckpointError(f"{what}: ranks disagree on what: {sorted({str(other) for other in given})}")
 
 
-def from_first(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0)

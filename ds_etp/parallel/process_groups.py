@@ -17,7 +17,7 @@ from ds_etp.parallel.topology import GroupKind, Topology
 
 
 @dataclass(frozen=True)
-class Peers:
+class ProcessGroupInfo:
     """The ranks this process works with along one axis, itself included.
 
     Attributes:
@@ -37,7 +37,7 @@ class Peers:
 
 
 @dataclass
-class _HostEntry:
+class _RegisteredGroups:
     """One entry of DeepSpeed's expert group table and the engines that hold it."""
 
     topology: tuple[int, int, int]
@@ -47,7 +47,7 @@ class _HostEntry:
 
 
 # DeepSpeed's table is global to the process, so who holds which entry has to be as well.
-_host_entries: dict[str, _HostEntry] = {}
+_registered: dict[str, _RegisteredGroups] = {}
 
 
 def group_name(topology: Topology) -> str:
@@ -60,14 +60,14 @@ def _key(topology: Topology) -> tuple[int, int, int]:
     return topology.world, topology.expert_model_parallel, topology.pp
 
 
-def check_name(topology: Topology) -> None:
+def check_group_name_free(topology: Topology) -> None:
     """Refuses a topology whose entry in DeepSpeed's table is taken by other groups.
 
     Raises:
         ConfigError: on every rank alike, as every rank has the same table.
     """
     name = group_name(topology)
-    registered, entry = host._EXPERT_PARALLEL_GROUP.get(name), _host_entries.get(name)
+    registered, entry = host._EXPERT_PARALLEL_GROUP.get(name), _registered.get(name)
     ours = entry is not None and entry.model_parallel is registered and entry.topology == _key(topology)
     if registered is not None and not ours:
         raise config_error(
@@ -99,7 +99,7 @@ class ExpertGroups:
         self.topology = topology
         self.name = group_name(topology)
         self._private: list[dist.ProcessGroup] = []
-        entry = self._claim_host_entry()
+        entry = self._register_with_deepspeed()
         self.expert_model_parallel = self._peers("expert_model_parallel", rank, entry.model_parallel)
         self.expert_dp = self._peers("expert_dp", rank, entry.data_parallel)
         self.expt_tp = self._private_peers("expt_tp", rank)
@@ -108,11 +108,11 @@ class ExpertGroups:
         self.tp = self._peers("tp", rank, attention)
         self.pp = self._peers("pp", rank, pipeline)
 
-    def _peers(self, kind: GroupKind, rank: int, group: dist.ProcessGroup | None) -> Peers:
+    def _peers(self, kind: GroupKind, rank: int, group: dist.ProcessGroup | None) -> ProcessGroupInfo:
         ranks = self.topology.group_of(kind, rank)
-        return Peers(ranks, ranks.index(rank), group if len(ranks) > 1 else None)
+        return ProcessGroupInfo(ranks, ranks.index(rank), group if len(ranks) > 1 else None)
 
-    def _private_peers(self, kind: GroupKind, rank: int) -> Peers:
+    def _private_peers(self, kind: GroupKind, rank: int) -> ProcessGroupInfo:
         all_groups = self.topology.groups(kind)
         if len(all_groups[0]) == 1:
             return self._peers(kind, rank, None)
@@ -120,18 +120,18 @@ class ExpertGroups:
         self._private.append(group)
         return self._peers(kind, rank, group)
 
-    def _claim_host_entry(self) -> _HostEntry:
+    def _register_with_deepspeed(self) -> _RegisteredGroups:
         topology, rank = self.topology, dist.get_rank()
-        check_name(topology)
-        entry = _host_entries.get(self.name)
+        check_group_name_free(topology)
+        entry = _registered.get(self.name)
         if entry is None or self.name not in host._EXPERT_PARALLEL_GROUP:
             # Nothing there, or what we once put there went when the process group was torn down.
-            entry = _HostEntry(
+            entry = _RegisteredGroups(
                 _key(topology),
                 _make_groups(topology.groups("expert_model_parallel"), rank),
                 _make_groups(topology.groups("expert_dp"), rank),
             )
-            _host_entries[self.name] = entry
+            _registered[self.name] = entry
             host._EXPERT_PARALLEL_GROUP[self.name] = entry.model_parallel
             host._EXPERT_DATA_PARALLEL_GROUP[self.name] = entry.data_parallel
             host._EXPERT_PARALLEL_GROUP_RANKS[self.name] = list(topology.group_of("expert_model_parallel", rank))
@@ -143,18 +143,18 @@ class ExpertGroups:
         """Takes down what this owner made. Calling it twice does nothing more."""
         if not dist.is_initialized():
             self._private.clear()
-            _host_entries.pop(self.name, None)
+            _registered.pop(self.name, None)
             return
         for group in self._private:
             dist.destroy_process_group(group)
         self._private.clear()
-        entry = _host_entries.get(self.name)
+        entry = _registered.get(self.name)
         if entry is None or id(self) not in entry.holders:
             return
         entry.holders.discard(id(self))
         if entry.holders:
             return
-        del _host_entries[self.name]
+        del _registered[self.name]
         if host._EXPERT_PARALLEL_GROUP.get(self.name) is entry.model_parallel:
             for table in (
                 host._EXPERT_PARALLEL_GROUP,

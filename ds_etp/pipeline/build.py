@@ -11,7 +11,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_etp.errors import ConfigError, config_error
-from ds_etp.loading.unread import unread_modules
+from ds_etp.loading.unread import deferred_modules
 from ds_etp.patches.transformers.router_outputs import router_modules
 from ds_etp.pipeline.batches import CausalLoss, check_names
 from ds_etp.pipeline.check import check_pieces
@@ -146,7 +146,7 @@ def _keep_own(module: PipelineModule, specs: list[Spec], skeleton: Skeleton, str
 
 
 def _check_weights(model: nn.Module) -> None:
-    for path in unread_modules(model):
+    for path in deferred_modules(model):
         raise refusal(model, f"has no weights yet in {path}: load it with the from_pretrained of transformers")
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "ds_id"):

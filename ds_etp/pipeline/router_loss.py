@@ -76,7 +76,7 @@ class RouterLoss:
             )
         batch, _, width = hidden.shape
         rows = self._rows(hidden)
-        parts = _Split.apply(likely, hidden.dtype).flatten()
+        parts = _ScatterToTP.apply(likely, hidden.dtype).flatten()
         padding = parts.new_zeros(batch * rows * width - parts.numel())
         return torch.cat([hidden, torch.cat([parts, padding]).view(batch, rows, width)], 1)
 
@@ -106,7 +106,7 @@ def _split(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts)
 
 
-class _Split(torch.autograd.Function):
+class _ScatterToTP(torch.autograd.Function):
     """fp32 `[E]` to parts `[n, E]` of a narrower type; the gradient comes back in parts too."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import Literal
 from ds_etp.config.dense_rules import HEAD_SINKS, HEAD_SIZES
 from ds_etp.errors import ConfigError
 from ds_etp.planner.families import ALIASES, FAMILIES, Family
-from ds_etp.planner.model import Cut, ModelFacts, Weight
+from ds_etp.planner.model import ModelFacts, ShardSpec, Weight
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _heads(config: _Values, family: Family, every: tuple[int, ...]) -> _Attentio
     groups = config.size("num_key_value_heads", heads)
     size = config.size("head_dim", family.head_dim or hidden // heads)
     queries, keys = heads * size, groups * size
-    cut: Cut = "tp" if "attention" in family.splits else "whole"
+    cut: ShardSpec = "tp" if "attention" in family.splits else "whole"
     qkv_bias = config.flag(family.qkv_bias, family.biased)
     output_bias = config.flag(family.output_bias, family.biased)
     norms = _head_norms(config, family)
@@ -186,7 +186,7 @@ def _latent(config: _Values, family: Family, every: tuple[int, ...]) -> _Attenti
     rope, plain, value = (config.size(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     latent, query_rank = config.size("kv_lora_rank"), config.number("q_lora_rank")
     queries, bias = heads * (plain + rope), config.flag(family.output_bias)
-    cut: Cut = "tp" if "attention" in family.splits else "whole"
+    cut: ShardSpec = "tp" if "attention" in family.splits else "whole"
     weights = [
         Weight("keys and values, down", hidden * (latent + rope), every, "whole"),
         Weight("keys and values, norm", latent, every, "whole", multiplied=False),
@@ -219,7 +219,7 @@ def _experts(hidden: int, columns: int, experts: int, layers: tuple[int, ...], f
     ]
 
 
-def _extra(name: str, elements: int, layers: tuple[int, ...], cut: Cut, present: bool) -> list[Weight]:
+def _extra(name: str, elements: int, layers: tuple[int, ...], cut: ShardSpec, present: bool) -> list[Weight]:
     return [Weight(name, elements, layers, cut, multiplied=False)] if present else []
 
 

@@ -14,7 +14,7 @@ from ds_etp.planner.pipeline_partition import partition
 
 # "whole": every rank has it; "tp": AutoTP splits it; "experts": over ep and etp; "expert rows": over ep alone, as the
 # bias of a down projection, which no dimension of I runs through.
-Cut = Literal["whole", "tp", "experts", "expert rows"]
+ShardSpec = Literal["whole", "tp", "experts", "expert rows"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Weight:
     name: str
     elements: int
     layers: tuple[int, ...]
-    cut: Cut
+    cut: ShardSpec
     multiplied: bool = True
     each: int = 1
 
@@ -186,7 +186,7 @@ def _stage(facts: ModelFacts, stages: int, index: int) -> ModelFacts:
     )
 
 
-def _cut_in_stages(weight: Weight, layers: int) -> Cut:
+def _cut_in_stages(weight: Weight, layers: int) -> ShardSpec:
     """AutoTP leaves whole what lies outside of a pipeline's layers: embedding and output layer."""
     outside = all(layer in (-1, layers) for layer in weight.layers)
     return "whole" if outside and weight.cut == "tp" else weight.cut

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ds_etp.config.dense_rules import check_axes, check_sequence_heads, check_stages
-from ds_etp.dispatch.cost import Choice, choose_plan
+from ds_etp.dispatch.cost import DispatchChoice, choose_dispatcher
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
 from ds_etp.planner.hardware import Hardware
@@ -35,7 +35,7 @@ class Proposal:
 
     topology: Topology
     job: Job
-    choice: Choice
+    choice: DispatchChoice
     memory: Memory
     timing: Timing
     fits: bool
@@ -164,7 +164,7 @@ def ds_config(proposal: Proposal) -> dict[str, Any]:
     config["expert_tensor_parallel"] = {
         "etp_size": topology.etp,
         "ep_size": topology.ep,
-        "plan": proposal.choice.plan,
+        "dispatcher": proposal.choice.dispatcher,
     }
     return config
 
@@ -195,24 +195,24 @@ def script_notes(proposal: Proposal) -> list[str]:
     return notes
 
 
-def _choice(facts: ModelFacts, hardware: Hardware, topology: Topology) -> Choice:
-    return choose_plan(
+def _choice(facts: ModelFacts, hardware: Hardware, topology: Topology) -> DispatchChoice:
+    return choose_dispatcher(
         topology,
         per_token=facts.per_token,
         experts=facts.experts,
         ranks_per_node=hardware.per_node if hardware.gpus > hardware.per_node else None,
-        node_weight=max(1.0, hardware.intra / hardware.inter),
+        inter_node_cost=max(1.0, hardware.intra / hardware.inter),
     )
 
 
-def _proposal(facts: ModelFacts, hardware: Hardware, topology: Topology, choice: Choice, job: Job) -> Proposal:
+def _proposal(facts: ModelFacts, hardware: Hardware, topology: Topology, choice: DispatchChoice, job: Job) -> Proposal:
     memory = memory_of(facts, topology, job)
     return Proposal(
         topology=topology,
         job=job,
         choice=choice,
         memory=memory,
-        timing=timing_of(facts, topology, job, hardware, choice.traffic),
+        timing=timing_of(facts, topology, job, hardware, choice.comm_volume),
         fits=memory.peak <= hardware.memory * hardware.usable,
         aligned=_aligned(facts.columns // topology.etp, job) or not _aligned(facts.columns, job),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ds_etp.dispatch.cost import Traffic
+from ds_etp.dispatch.cost import CommVolume
 from ds_etp.parallel.topology import Topology
 from ds_etp.planner.activations import exchanged_width
 from ds_etp.planner.hardware import Hardware
@@ -67,19 +67,19 @@ class Timing:
         return self.tokens / self.seconds
 
 
-def timing_of(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware, traffic: Traffic) -> Timing:
+def timing_of(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware, comm_volume: CommVolume) -> Timing:
     """The time of one step.
 
     Args:
         traffic: what the layout's plan moves in one layer.
     """
     stages = facts.distinct_stages(topology.pp)
-    timings = (_stage_timing(facts, topology, job, hardware, traffic, stage) for stage in stages)
+    timings = (_stage_timing(facts, topology, job, hardware, comm_volume, stage) for stage in stages)
     return max(timings, key=lambda timing: timing.seconds)
 
 
 def _stage_timing(
-    whole: ModelFacts, topology: Topology, job: Job, hardware: Hardware, traffic: Traffic, stage: int
+    whole: ModelFacts, topology: Topology, job: Job, hardware: Hardware, comm_volume: CommVolume, stage: int
 ) -> Timing:
     facts, times, tokens = whole.stage(topology.pp, stage), job.micro_batches, job.tokens(topology)
     passes = 4 if job.recompute else 3  # forward, and twice as much backward
@@ -87,9 +87,9 @@ def _stage_timing(
     owned = tokens / topology.tp
     experts, efficiency = _experts(facts, topology, owned, job.itemsize, hardware)
     row = facts.hidden * job.itemsize
-    sent = {kind: count * owned * row / hardware.rate(topology, kind) for kind, count in traffic.rows.items()}
-    gathers = traffic.tp_rows * owned * row / hardware.rate(topology, "tp")
-    messages = traffic.collectives / 2 * hardware.message
+    sent = {kind: count * owned * row / hardware.rate(topology, kind) for kind, count in comm_volume.rows.items()}
+    gathers = comm_volume.tp_rows * owned * row / hardware.rate(topology, "tp")
+    messages = comm_volume.collectives / 2 * hardware.message
     dispatches = times * sends * facts.moe_layers
     timing = Timing(
         dense=times * passes * _dense(facts, topology, job) / hardware.flops,
@@ -100,8 +100,8 @@ def _stage_timing(
         pipe=times * _neighbours(facts, topology, job, hardware),
         bubble=0.0,
         data=_data(facts, topology, job, hardware),
-        rows=dispatches * traffic.total * owned,
-        bytes=dispatches * traffic.bytes(owned, facts.hidden, job.itemsize) / 2,
+        rows=dispatches * comm_volume.total * owned,
+        bytes=dispatches * comm_volume.bytes(owned, facts.hidden, job.itemsize) / 2,
         expert_efficiency=efficiency,
         tokens=times * tokens * topology.dp * topology.cp,
         stage=stage,

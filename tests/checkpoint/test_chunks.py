@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_etp.checkpoint.chunks import Box, Piece, copies, logical_tensors, strips, tiling_fault
+from ds_etp.checkpoint.chunks import Chunk, LocalChunk, coverage_error, logical_tensors, read_plan, shard_chunks
 from ds_etp.experts.layout import ExpertsLayout, ParameterLayout
 from ds_etp.experts.sharded import Shard, ShardedExperts
 from ds_etp.parallel.topology import Topology
@@ -17,9 +17,9 @@ SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
 
 
 @st.composite
-def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Chunk]:
     """Boxes that tile a shape: it is halved at random, again and again."""
-    boxes = [Box((0,) * len(shape), shape)]
+    boxes = [Chunk((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 4))):
         place = draw(st.integers(0, len(boxes) - 1))
         box = boxes[place]
@@ -30,7 +30,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
         cut = draw(st.integers(1, box.size[dim] - 1))
         first, rest, start = list(box.size), list(box.size), list(box.start)
         first[dim], rest[dim], start[dim] = cut, box.size[dim] - cut, box.start[dim] + cut
-        boxes[place : place + 1] = [Box(box.start, tuple(first)), Box(tuple(start), tuple(rest))]
+        boxes[place : place + 1] = [Chunk(box.start, tuple(first)), Chunk(tuple(start), tuple(rest))]
     return boxes
 
 
@@ -43,7 +43,7 @@ def test_any_tiling_fills_any_other(data: st.DataObject) -> None:
     have = [full[box.slices()].clone() for box in stored]
     got = [torch.full(box.size, -1) for box in wanted]
     written = [torch.zeros(box.size, dtype=torch.int64) for box in wanted]
-    for copy in copies(stored, wanted):
+    for copy in read_plan(stored, wanted):
         got[copy.target][copy.write.slices()] = have[copy.source][copy.read.slices()]
         written[copy.target][copy.write.slices()] += 1
     for box, tensor, count in zip(wanted, got, written, strict=True):
@@ -56,17 +56,17 @@ def test_any_tiling_fills_any_other(data: st.DataObject) -> None:
 def test_tilings_are_told_from_others(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     boxes = data.draw(tilings(shape))
-    assert tiling_fault(shape, boxes) is None
+    assert coverage_error(shape, boxes) is None
     place = data.draw(st.integers(0, len(boxes) - 1))
     lacking = boxes[:place] + boxes[place + 1 :]
-    assert tiling_fault(shape, lacking) is not None
-    assert "covers what another box covers" in (tiling_fault(shape, [*boxes, boxes[place]]) or "")
+    assert coverage_error(shape, lacking) is not None
+    assert "covers what another box covers" in (coverage_error(shape, [*boxes, boxes[place]]) or "")
 
 
 def test_a_box_outside_is_named() -> None:
-    assert "not inside (4,)" in (tiling_fault((4,), [Box((2,), (3,))]) or "")
-    assert "not inside (4,)" in (tiling_fault((4,), [Box((0, 0), (4, 1))]) or "")
-    assert "cover 3 of 4 entries" in (tiling_fault((4,), [Box((0,), (3,))]) or "")
+    assert "not inside (4,)" in (coverage_error((4,), [Chunk((2,), (3,))]) or "")
+    assert "not inside (4,)" in (coverage_error((4,), [Chunk((0, 0), (4, 1))]) or "")
+    assert "cover 3 of 4 entries" in (coverage_error((4,), [Chunk((0,), (3,))]) or "")
 
 
 @settings(max_examples=40, deadline=None)
@@ -81,8 +81,8 @@ def test_strips_tile_uneven_fused_splits(dim: int, widths: list[list[int]]) -> N
     shape = [2, 3, 2]
     shape[dim] = sum(map(sum, widths))
     full = torch.arange(math.prod(shape)).reshape(shape)
-    pieces = [strips(tuple(shape), dim, widths, rank) for rank in range(len(widths[0]))]
-    assert tiling_fault(tuple(shape), [piece.box for rank in pieces for piece in rank]) is None
+    pieces = [shard_chunks(tuple(shape), dim, widths, rank) for rank in range(len(widths[0]))]
+    assert coverage_error(tuple(shape), [piece.box for rank in pieces for piece in rank]) is None
     numbers = [piece.number for rank in pieces for piece in rank]
     assert len(set(numbers)) == len(numbers)
     offsets = [sum(map(sum, widths[:block])) for block in range(len(widths))]
@@ -115,7 +115,7 @@ def test_expert_boxes_are_the_shards(etp: int, ep: int, edp: int, more: int) -> 
         "gate_up_proj": torch.randn(experts, 2 * inner, hidden),
         "down_proj": torch.randn(experts, hidden, inner),
     }
-    boxes: dict[str, dict[int, tuple[int, Piece]]] = {name: {} for name in full}
+    boxes: dict[str, dict[int, tuple[int, LocalChunk]]] = {name: {} for name in full}
     for rank in range(topology.world):
         place = topology.index_in("ep", rank), topology.index_in("expt_tp", rank)
         shard = Shard("experts", layout, topology, *place, None)  # type: ignore[arg-type]
@@ -132,4 +132,4 @@ def test_expert_boxes_are_the_shards(etp: int, ep: int, edp: int, more: int) -> 
                     assert piece.number not in boxes[name], "written twice"
                     boxes[name][piece.number] = rank, piece
     for name, tensor in full.items():
-        assert tiling_fault(tuple(tensor.shape), [piece.box for _, piece in boxes[name].values()]) is None
+        assert coverage_error(tuple(tensor.shape), [piece.box for _, piece in boxes[name].values()]) is None

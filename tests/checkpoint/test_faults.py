@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ds_etp.checkpoint.format import Stored
 from ds_etp.errors import CheckpointError
-from ds_etp.parallel.consensus import everyone
+from ds_etp.parallel.consensus import all_gather_object
 from tests.checkpoint.runs import RECIPE, engine_for, go
 from tests.launcher import Launcher
 from tests.sharded import Layout
@@ -107,7 +107,7 @@ def error_of(action: Callable[[], Any]) -> str:
         message = "nothing was raised"
     except CheckpointError as error:
         message = str(error)
-    messages = everyone(message)
+    messages = all_gather_object(message)
     assert len(set(messages)) == 1, messages
     return message
 

@@ -132,9 +132,9 @@ CASES: dict[str, Case] = {
         ("zero_optimization.zero_hpz_partition_size=2 is not supported",),
         host={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
     ),
-    "a plan that does not fit": Case(
-        ("expert_tensor_parallel.plan='replicated' needs expert ranks to hold the same tokens",),
-        block={"etp_size": 2, "plan": "replicated"},
+    "a dispatcher that does not fit": Case(
+        ("expert_tensor_parallel.dispatcher='replicated' needs expert ranks to hold the same tokens",),
+        block={"etp_size": 2, "dispatcher": "replicated"},
     ),
     "a dense model": Case(
         ("expert_tensor_parallel.enabled=True found no routed experts in LlamaForCausalLM",), family="llama"

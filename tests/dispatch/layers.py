@@ -1,7 +1,7 @@
 """One MoE layer without a model: process groups, tokens, and experts that are one matrix each.
 
 Everything here runs in worker processes. A whole case takes a fraction of a second, so that many layouts,
-plans and batches can be gone through in one run.
+dispatchers and batches can be gone through in one run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.utils import groups as host
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_etp.dispatch.base import BasePlan
+from ds_etp.dispatch.base import TokenDispatcher
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.parallel.topology import Topology
 
@@ -68,14 +68,14 @@ def apply_experts(matrices: Tensor, x: Tensor, index: Tensor, weights: Tensor) -
     return (products * weights[..., None]).sum(1)
 
 
-def run_plan(plan: BasePlan, matrices: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer under a plan: its output, and the gradients of tokens and weights."""
-    groups = plan.groups
+def run_plan(dispatcher: TokenDispatcher, matrices: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer under a dispatcher: its output, and the gradients of tokens and weights."""
+    groups = dispatcher.groups
     x, weights = tokens.leaves()
-    rows = plan.dispatch(x, tokens.index, weights)
-    first = groups.ep.index * plan.local_experts
-    local = matrices[first : first + plan.local_experts, groups.expt_tp.index]
-    y = plan.combine(apply_experts(local, rows.x, rows.index, rows.weights), rows)
+    rows = dispatcher.dispatch(x, tokens.index, weights)
+    first = groups.ep.index * dispatcher.local_experts
+    local = matrices[first : first + dispatcher.local_experts, groups.expt_tp.index]
+    y = dispatcher.combine(apply_experts(local, rows.x, rows.index, rows.weights), rows)
     y.backward(tokens.grad)
     assert x.grad is not None and weights.grad is not None
     return y.detach(), x.grad, weights.grad

@@ -1,4 +1,4 @@
-"""Which plan a job takes: from its nodes, its model and its config, and the same one on every rank."""
+"""Which dispatcher a job takes: from its nodes, its model and its config, and the same one on every rank."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ CHANGES = (("num_local_experts", 8), ("num_experts_per_tok", 6))
 
 
 def chosen(layout: Layout, local_sizes: tuple[str, ...], changes: tuple[tuple[str, Any], ...]) -> set[str]:
-    """The plans of an engine's layers, where each rank's launcher says its own number of ranks per node."""
+    """The dispatchers of an engine's layers, where each rank's launcher says its own number of ranks per node."""
     os.environ["LOCAL_WORLD_SIZE"] = local_sizes[dist.get_rank() * len(local_sizes) // dist.get_world_size()]
     engine = make_engine(Recipe(dp=layout.dp, changes=changes), layout)
-    plans = {choice.plan for choice in engine.ds_etp.choices.values()}
+    dispatchers = {choice.dispatcher for choice in engine.ds_etp.choices.values()}
     engine.destroy()
-    return plans
+    return dispatchers
 
 
 @pytest.mark.parametrize(
-    ("local_sizes", "weight", "plan"),
+    ("local_sizes", "weight", "dispatcher"),
     [
-        (("8",), 8.0, "alltoall_gather_first"),  # one node: the fewest messages
-        (("",), 8.0, "alltoall_gather_first"),  # not said: one node
+        (("8",), 8.0, "alltoall_etp_first"),  # one node: the fewest messages
+        (("",), 8.0, "alltoall_etp_first"),  # not said: one node
         (("4",), 8.0, "alltoall"),  # two: the fewest rows between them
         (("8", "4"), 8.0, "alltoall"),  # of different sizes: the smaller one, on all ranks
-        (("4",), 1.0, "alltoall_gather_first"),  # as fast as inside
+        (("4",), 1.0, "alltoall_etp_first"),  # as fast as inside
     ],
     ids=str,
 )
-def test_nodes(launcher: Launcher, local_sizes: tuple[str, ...], weight: float, plan: str) -> None:
-    layout = Layout(**{**vars(EIGHT), "extra": (("expert_tensor_parallel", {"node_weight": weight}),)})
+def test_nodes(launcher: Launcher, local_sizes: tuple[str, ...], weight: float, dispatcher: str) -> None:
+    layout = Layout(**{**vars(EIGHT), "extra": (("expert_tensor_parallel", {"inter_node_cost": weight}),)})
     results = launcher.run(8, chosen, layout=layout, local_sizes=local_sizes, changes=CHANGES)
-    assert results == [{plan}] * 8
+    assert results == [{dispatcher}] * 8
 
 
 @pytest.mark.parametrize(
-    ("split", "per_token", "plan"),
+    ("split", "per_token", "dispatcher"),
     [((4, 1, 4), 1, "alltoall"), ((4, 1, 4), 6, "replicated"), ((1, 2, 2), 1, "alltoall"), ((1, 2, 2), 6, "allgather")],
     ids=str,
 )
-def test_the_model_decides_too(launcher: Launcher, split: tuple[int, int, int], per_token: int, plan: str) -> None:
+def test_the_model_decides_too(
+    launcher: Launcher, split: tuple[int, int, int], per_token: int, dispatcher: str
+) -> None:
     """K comes from the model: tokens that want few experts are sent to few ranks."""
     tp, etp, ep = split
     changes = (("num_local_experts", 8), ("num_experts_per_tok", per_token))
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep)
-    assert launcher.run(4, chosen, layout=layout, local_sizes=("4",), changes=changes) == [{plan}] * 4
+    assert launcher.run(4, chosen, layout=layout, local_sizes=("4",), changes=changes) == [{dispatcher}] * 4

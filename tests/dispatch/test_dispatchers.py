@@ -1,4 +1,4 @@
-"""Every plan in every kind of layout against one process, and the dot-product identity of the all-to-all pair."""
+"""Every dispatcher in every kind of layout against one process, and the dot-product identity of the all-to-all pair."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_etp.dispatch.alltoall import AllToAll
+from ds_etp.dispatch.alltoall import AllToAll, EPFirst
 from ds_etp.dispatch.cost import tokens_are_replicated
-from ds_etp.dispatch.ep_first import DispatchFirst
-from ds_etp.dispatch.registry import PLANS
+from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.parallel.topology import Topology
 from tests.dispatch.layers import Tokens, data_rank, expert_groups, make_experts, make_tokens, run_plan, run_whole
 from tests.launcher import CaseFailed, Launcher
@@ -66,17 +65,17 @@ def batches(data: int) -> dict[str, Tokens]:
 
 
 def check_plans(sizes: tuple[int, int, int]) -> None:
-    """Outputs and gradients of every plan that fits, for every batch."""
+    """Outputs and gradients of every dispatcher that fits, for every batch."""
     tp, ep, etp = sizes
     topology = Topology(dist.get_world_size(), tp=tp, ep=ep, etp=etp)
     matrices = make_experts(EXPERTS, etp)
     with expert_groups(topology) as groups:
-        for name, plan_class in PLANS.items():
+        for name, plan_class in DISPATCHERS.items():
             if name == "replicated" and not tokens_are_replicated(topology):
                 continue
-            plan = plan_class(groups, EXPERTS)
+            dispatcher = plan_class(groups, EXPERTS)
             for case, tokens in batches(data_rank(topology)).items():
-                results = zip(run_plan(plan, matrices, tokens), run_whole(matrices, tokens), strict=True)
+                results = zip(run_plan(dispatcher, matrices, tokens), run_whole(matrices, tokens), strict=True)
                 for kind, (got, wanted) in zip(("output", "token grad", "weight grad"), results, strict=True):
                     assert got.shape == wanted.shape, f"{name}, {case}: {kind} {got.shape}"
                     error = (got - wanted).abs().max().item() if wanted.numel() else 0.0
@@ -90,24 +89,24 @@ def test_every_plan(launcher: Launcher, layout: tuple[int, int, int, int]) -> No
 
 
 def check_identity(sizes: tuple[int, int, int]) -> None:
-    """<A x, y> = <x, A' y> for `spread` and `collect`, in whole numbers: equal to the bit."""
+    """<A x, y> = <x, A' y> for `dispatch` and `combine`, in whole numbers: equal to the bit."""
     tp, ep, etp = sizes
     topology = Topology(dist.get_world_size(), tp=tp, ep=ep, etp=etp)
     with expert_groups(topology) as groups:
-        for plan_class in PLANS.values():
+        for plan_class in DISPATCHERS.values():
             if not issubclass(plan_class, AllToAll):
                 continue
-            plan = plan_class(groups, EXPERTS)
+            dispatcher = plan_class(groups, EXPERTS)
             for tokens in batches(data_rank(topology)).values():
                 x = tokens.x.mul(4).round()
-                route = plan.route(plan, tokens.index)
-                opened, _, picked = route.open(x, tokens.index, tokens.weights)
-                assert torch.equal(route.spread(x), opened)
+                dispatched = dispatcher.dispatch_forward(x, tokens.index, tokens.weights)
+                route, opened, picked = dispatched.route, dispatched.x, dispatched.weights
+                assert torch.equal(route.dispatch(x), opened)
                 generator = torch.Generator().manual_seed(dist.get_rank())
                 y = torch.randint(-8, 9, opened.shape, generator=generator).double()
-                if len(route.to) == 0:
+                if len(route.partial_rows) == 0:
                     y.zero_()  # the row that stands for none
-                back, back_weights = route.collect(y, torch.ones_like(picked))
+                back, back_weights = route.combine(y, torch.ones_like(picked))
                 products = torch.stack([(opened * y).sum(), (x * back).sum() / tp])  # peers hold one and the same x
                 dist.all_reduce(products)
                 assert products[0] == products[1]
@@ -116,7 +115,7 @@ def check_identity(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 2, 1), (4, 2, 2, 2), (4, 1, 2, 2), (4, 4, 2, 2), (8, 4, 4, 2)], ids=str)
-def test_spread_and_collect_are_transposes(launcher: Launcher, layout: tuple[int, int, int, int]) -> None:
+def test_dispatch_and_combine_are_transposes(launcher: Launcher, layout: tuple[int, int, int, int]) -> None:
     world, *sizes = layout
     launcher.run(world, check_identity, sizes=tuple(sizes))
 
@@ -128,7 +127,7 @@ def route_unlike_peers() -> None:
     if dist.get_rank() == 1:
         tokens.index[0] = (tokens.index[0] + EXPERTS // 2) % EXPERTS
     with expert_groups(topology) as groups:
-        run_plan(DispatchFirst(groups, EXPERTS), make_experts(EXPERTS, 1), tokens)
+        run_plan(EPFirst(groups, EXPERTS), make_experts(EXPERTS, 1), tokens)
 
 
 def test_peers_that_route_differently_are_stopped(launcher: Launcher) -> None:
@@ -145,11 +144,11 @@ def run_equal_batches(lengths: list[tuple[int, int]]) -> list[Any]:
     topology = Topology(2, ep=2)
     sent = []
     with expert_groups(topology) as groups:
-        plan = PLANS["allgather"](groups, EXPERTS, equal_batches=True)
+        dispatcher = DISPATCHERS["allgather"](groups, EXPERTS, equal_batches=True)
         for pair in lengths:
             tokens = make_tokens(pair[dist.get_rank()], 2, EXPERTS, dist.get_rank())
             with record() as recording:
-                plan.dispatch(tokens.x, tokens.index, tokens.weights)
+                dispatcher.dispatch(tokens.x, tokens.index, tokens.weights)
             sent.append(recording.names)
     return sent
 

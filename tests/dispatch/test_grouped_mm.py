@@ -1,4 +1,4 @@
-"""Rows that a plan picks expert by expert are not sorted again: which forward runs where."""
+"""Rows that a dispatcher picks expert by expert are not sorted again: which forward runs where."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def sorted_calls(recipe: Recipe, layout: Layout) -> int:
 @pytest.mark.parametrize(
     ("implementation", "layout", "calls"),
     [
-        ("grouped_mm", Layout(world=2, ep=2, plan="alltoall"), 2),
-        ("grouped_mm", Layout(world=2, ep=2, plan="allgather"), 2),
+        ("grouped_mm", Layout(world=2, ep=2, dispatcher="alltoall"), 2),
+        ("grouped_mm", Layout(world=2, ep=2, dispatcher="allgather"), 2),
         ("grouped_mm", Layout(world=2, tp=2, ep=2), 2),
         ("grouped_mm", Layout(world=2, tp=2, etp=2), 0),  # rows are tokens: the family's own forward picks pairs
         ("eager", Layout(world=2, ep=2), 0),

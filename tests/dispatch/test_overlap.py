@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.recorder import Recording, record
 from ds_etp.experts.sharded import sharded_modules
 from ds_etp.log import logger
-from ds_etp.parallel.async_ops import Flight
+from ds_etp.parallel.async_ops import AsyncWork
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.sharded import Layout, make_engine
@@ -27,20 +27,20 @@ STARTED, SHARED, LANDED = "started", "shared experts", "landed"
 def log_events(engine: Any, stack: ExitStack) -> list[str]:
     """Has messages that travel, and shared experts, forward and backward, note themselves."""
     events: list[str] = []
-    init, land = Flight.__init__, Flight.land
+    init, wait = AsyncWork.__init__, AsyncWork.wait
 
-    def noting_init(flight: Flight, work: Any, *rest: Any) -> None:
+    def noting_init(flight: AsyncWork, work: Any, *rest: Any) -> None:
         init(flight, work, *rest)
         if work is not None:
             events.append(STARTED)
 
-    def noting_land(flight: Flight) -> Tensor:
+    def noting_land(flight: AsyncWork) -> Tensor:
         if flight._work is not None:
             events.append(LANDED)
-        return land(flight)
+        return wait(flight)
 
-    stack.enter_context(mock.patch.object(Flight, "__init__", noting_init))
-    stack.enter_context(mock.patch.object(Flight, "land", noting_land))
+    stack.enter_context(mock.patch.object(AsyncWork, "__init__", noting_init))
+    stack.enter_context(mock.patch.object(AsyncWork, "wait", noting_land))
     for path, module in engine.module.named_modules():
         if path.endswith("shared_experts"):
             module.register_forward_hook(lambda *_: events.append(SHARED))
@@ -66,8 +66,8 @@ def one_step(layout: Layout, recipe: Recipe = RECIPE) -> tuple[list[str], list[s
         with torch.no_grad():
             logits = engine.module(input_ids=batch["input_ids"]).logits
         for _, module in sharded_modules(engine.module):
-            beside = module.ds_etp_shard.beside
-            assert beside is None or (beside._early is None and beside._block_input is None)
+            shared_overlap = module.ds_etp_shard.shared_overlap
+            assert shared_overlap is None or (shared_overlap._early is None and shared_overlap._block_input is None)
         engine.destroy()
     return forward, backward, sent, logits, warnings
 
@@ -103,7 +103,7 @@ def fail_meanwhile(layout: Layout) -> None:
 
 
 def test_a_failure_meanwhile_leaves_nothing(launcher: Launcher) -> None:
-    launcher.run(4, fail_meanwhile, layout=Layout(world=4, etp=2, ep=2, stage=1, plan="alltoall"))
+    launcher.run(4, fail_meanwhile, layout=Layout(world=4, etp=2, ep=2, stage=1, dispatcher="alltoall"))
 
 
 def no_effect() -> tuple[list[str], list[str]]:
@@ -121,18 +121,18 @@ def test_blocks_of_another_kind_are_named(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "split", "stage", "back"),
+    ("dispatcher", "split", "stage", "back"),
     [
         ("alltoall", (1, 2, 2), 1, True),
-        ("alltoall_gather_first", (1, 2, 2), 3, True),
+        ("alltoall_etp_first", (1, 2, 2), 3, True),
         ("allgather", (1, 2, 2), 3, True),
         ("replicated", (2, 2, 1), 1, False),
     ],
     ids=str,
 )
 def test_shared_experts_run_meanwhile(
-    launcher: Launcher, plan: str, split: tuple[int, int, int], stage: int, back: bool
+    launcher: Launcher, dispatcher: str, split: tuple[int, int, int], stage: int, back: bool
 ) -> None:
     tp, etp, ep = split
-    recipe_layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan)
+    recipe_layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dispatcher=dispatcher)
     launcher.run(4, check_trace, layout=recipe_layout, back=back)

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.cases import WIRE_LAYOUTS
 from benchmarks.recorder import record
-from ds_etp.dispatch.cost import choose_plan, megatron_rows, tokens_are_replicated, traffic
-from ds_etp.dispatch.registry import PLANS
+from ds_etp.dispatch.cost import choose_dispatcher, comm_volume, megatron_rows, tokens_are_replicated
+from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.parallel.topology import GroupKind, Topology
 from tests.dispatch.layers import apply_experts, data_rank, expert_groups, make_experts, make_tokens
@@ -32,23 +32,23 @@ def rows_of_every_k(topology: Topology) -> dict[int, Any]:
 
 
 def rows_of_plans(topology: Topology, groups: ExpertGroups, per_token: int) -> dict[str, Any]:
-    """By plan: rows this rank sends per owned token, forward by group and backward in sum; and collectives."""
+    """By dispatcher: rows this rank sends per owned token, forward by group and backward in sum; and collectives."""
     tokens = make_tokens(OWNED * topology.tp, per_token, EXPERTS, data_rank(topology), hidden=2)
     matrices = make_experts(EXPERTS, topology.etp, hidden=2)
     results = {}
     kinds: tuple[GroupKind, ...] = ("expert_model_parallel", "ep", "expt_tp", "tp")
     peers = {kind: getattr(groups, kind).group for kind in kinds}
     names = {group.group_name: kind for kind, group in peers.items() if group is not None}
-    for name, plan_class in PLANS.items():
+    for name, plan_class in DISPATCHERS.items():
         if name == "replicated" and not tokens_are_replicated(topology):
             continue
-        plan = plan_class(groups, EXPERTS)
+        dispatcher = plan_class(groups, EXPERTS)
         x, weights = tokens.leaves()
         with record() as forward:
-            rows = plan.dispatch(x, tokens.index, weights)
-            first = groups.ep.index * plan.local_experts
-            local = matrices[first : first + plan.local_experts, groups.expt_tp.index]
-            y = plan.combine(apply_experts(local, rows.x, rows.index, rows.weights), rows)
+            rows = dispatcher.dispatch(x, tokens.index, weights)
+            first = groups.ep.index * dispatcher.local_experts
+            local = matrices[first : first + dispatcher.local_experts, groups.expt_tp.index]
+            y = dispatcher.combine(apply_experts(local, rows.x, rows.index, rows.weights), rows)
         with record() as backward:
             y.sum().backward()
         sent: dict[str, float] = dict.fromkeys(names.values(), 0.0)
@@ -77,7 +77,7 @@ def test_recorded_rows_equal_the_formula(
     topology = Topology(max(tp, ep * etp), tp=tp, ep=ep, etp=etp)
     by_rank = [of_rank[per_token] for of_rank in recorded(topology)]
     for name in by_rank[0]:
-        expected = traffic(name, topology, per_token=per_token, experts=EXPERTS)
+        expected = comm_volume(name, topology, per_token=per_token, experts=EXPERTS)
         for kind, formula in [*expected.rows.items(), ("tp", expected.tp_rows)]:
             recorded = sum(result[name][0].get(kind, 0.0) for result in by_rank) / topology.world
             assert recorded == pytest.approx(formula, rel=0.02), f"{name}: {kind}"
@@ -85,7 +85,7 @@ def test_recorded_rows_equal_the_formula(
         backward = sum(result[name][1] for result in by_rank) / topology.world
         assert backward == pytest.approx(expected.total + expected.tp_rows, rel=0.02), name
         assert {result[name][2] for result in by_rank} == {expected.collectives}, name
-    chosen = choose_plan(topology, per_token=per_token, experts=EXPERTS).plan
+    chosen = choose_dispatcher(topology, per_token=per_token, experts=EXPERTS).dispatcher
     sent = sum(sum(rows for kind, rows in r[chosen][0].items() if kind != "tp") for r in by_rank) / topology.world
     best = min(megatron_rows(name, topology, per_token) for name in ("alltoall", "allgather"))
     assert sent <= best * 1.001

@@ -1,4 +1,4 @@
-"""What a plan does beside moving rows: the dtype of its sums, and what it asks of the host."""
+"""What a dispatcher does beside moving rows: the dtype of its sums, and what it asks of the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_etp.dispatch.cost import tokens_are_replicated
-from ds_etp.dispatch.registry import PLANS
+from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.parallel.topology import Topology
 from tests.dispatch.layers import (
     NoReads,
@@ -25,7 +25,7 @@ EXPERTS = 8
 
 
 def bf16_errors(sizes: tuple[int, int, int]) -> dict[str, dict[str, list[float]]]:
-    """By plan and kind: mean error of bf16 sums, and of fp32 sums, on values that are exact in bf16."""
+    """By dispatcher and kind: mean error of bf16 sums, and of fp32 sums, on values that are exact in bf16."""
     tp, ep, etp = sizes
     topology = Topology(dist.get_world_size(), tp=tp, ep=ep, etp=etp)
     matrices = make_experts(EXPERTS, etp, hidden=32).bfloat16()
@@ -35,7 +35,7 @@ def bf16_errors(sizes: tuple[int, int, int]) -> dict[str, dict[str, list[float]]
     wanted = run_whole(matrices.double(), type(tokens)(**exact))
     errors: dict[str, dict[str, list[float]]] = {}
     with expert_groups(topology) as groups:
-        for name, plan_class in PLANS.items():
+        for name, plan_class in DISPATCHERS.items():
             if name == "replicated" and not tokens_are_replicated(topology):
                 continue
             for dtype in (None, torch.float32):
@@ -55,9 +55,9 @@ def test_sums_in_fp32_are_closer(launcher: Launcher, sizes: tuple[int, int, int]
     else, and each mean is over 2,048 entries, so 3% is far from chance. Measured: 5 to 27% less.
     """
     for errors in launcher.run(4, bf16_errors, sizes=sizes):
-        for plan, kinds in errors.items():
+        for dispatcher, kinds in errors.items():
             for kind, (low, high) in kinds.items():
-                assert high < 0.97 * low, f"{plan}: {kind} {high:.2e}, {low:.2e} in bf16"
+                assert high < 0.97 * low, f"{dispatcher}: {kind} {high:.2e}, {low:.2e} in bf16"
 
 
 def count_host_syncs(name: str, sizes: tuple[int, int, int]) -> int:
@@ -68,16 +68,16 @@ def count_host_syncs(name: str, sizes: tuple[int, int, int]) -> int:
     tokens = make_tokens(16, 2, EXPERTS, data_rank(topology))
 
     with expert_groups(topology) as groups:
-        plan = PLANS[name](groups, EXPERTS, equal_batches=True)
-        run_plan(plan, matrices, tokens)  # checks that batches are equal
+        dispatcher = DISPATCHERS[name](groups, EXPERTS, equal_batches=True)
+        run_plan(dispatcher, matrices, tokens)  # checks that batches are equal
         x, weights = tokens.leaves()
         with NoReads() as reads:
-            rows = plan.dispatch(x, tokens.index, weights)
-        first = groups.ep.index * plan.local_experts
-        local = matrices[first : first + plan.local_experts, groups.expt_tp.index]
+            rows = dispatcher.dispatch(x, tokens.index, weights)
+        first = groups.ep.index * dispatcher.local_experts
+        local = matrices[first : first + dispatcher.local_experts, groups.expt_tp.index]
         partial = apply_experts(local, rows.x, rows.index, rows.weights)
         with NoReads() as more:
-            y = plan.combine(partial, rows)
+            y = dispatcher.combine(partial, rows)
             y.backward(tokens.grad)
     return reads.shapes + more.shapes
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_etp.dispatch.registry import PLANS
+from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.experts.registry import read_layout
-from ds_etp.experts.sharded import Shard, marks, shard_in_place
+from ds_etp.experts.sharded import Shard, shard_in_place, uses_sentinels
 from ds_etp.parallel.topology import Topology
-from ds_etp.patches.transformers.experts_interface import allow_marks, takes_marks
+from ds_etp.patches.transformers.experts_interface import enable_sentinels, skips_sentinels
 from tests.dispatch.layers import NoReads, Tokens, data_rank, expert_groups, make_tokens
 from tests.launcher import Launcher
 from tests.models import make_model
@@ -45,17 +45,17 @@ def check_layers(name: str, sizes: tuple[int, int, int]) -> None:
             whole = make_model(family, implementation="grouped_mm").get_submodule(path).experts
             layout = read_layout("experts", whole)
             module = deepcopy(whole)
-            plan = PLANS[name](groups, layout.num_experts, equal_batches=True)
-            assert allow_marks(module, topology, layout)
+            dispatcher = DISPATCHERS[name](groups, layout.num_experts, equal_batches=True)
+            assert enable_sentinels(module, topology, layout)
             place = (groups.ep.index, groups.expt_tp.index)
-            shard_in_place(module, Shard("experts", layout, topology, *place, plan, takes_marks))
+            shard_in_place(module, Shard("experts", layout, topology, *place, dispatcher, skips_sentinels))
             for implementation in ("grouped_mm", "batched_mm", "eager"):
                 module.config._experts_implementation = implementation
-                assert marks(module) == (implementation != "eager")
+                assert uses_sentinels(module) == (implementation != "eager")
                 for tokens in batches(layout.num_experts, data_rank(topology)):
                     got = run_module(module, tokens)  # checks that batches are equal, too
                     compare(got, run_module(whole, tokens), f"{family}, {implementation}")
-                    if marks(module):
+                    if uses_sentinels(module):
                         with NoReads() as reads:
                             run_module(module, tokens)
                         assert reads.shapes == 0
@@ -85,15 +85,15 @@ def test_nothing_is_asked_of_the_device(launcher: Launcher, name: str, sizes: tu
 
 
 @pytest.mark.parametrize(
-    ("plan", "split", "family", "stage"),
+    ("dispatcher", "split", "family", "stage"),
     [("replicated", (4, 1, 2), "gpt_oss", 1), ("allgather", (1, 2, 2), "qwen3_moe", 3)],
     ids=str,
 )
-def test_training(launcher: Launcher, plan: str, split: tuple[int, int, int], family: str, stage: int) -> None:
+def test_training(launcher: Launcher, dispatcher: str, split: tuple[int, int, int], family: str, stage: int) -> None:
     """Uneven batches too, and every gradient: rows that no expert computed hold anything until they are zeroed."""
     tp, etp, ep = split
     extra = (("expert_tensor_parallel", {"static_shapes": True}),)
-    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan, extra=extra)
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dispatcher=dispatcher, extra=extra)
     recipe = Recipe(family=family, dp=layout.dp, steps=2, implementation="grouped_mm", lengths=(12, 5, 9, 3))
     run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
     assert_equal_runs(run, train_unsharded(recipe))

@@ -53,14 +53,14 @@ def test_etp_equal_to_tp_needs_one_message_each_way(launcher: Launcher) -> None:
 
 def test_rows_go_over_ep_and_merge_over_expt_tp(launcher: Launcher) -> None:
     """tp 2, etp 2, ep 2, in either order. `all_to_all` and `reduce_scatter` on no other groups."""
-    layout = Layout(world=4, tp=2, etp=2, ep=2, stage=1, plan="alltoall")
+    layout = Layout(world=4, tp=2, etp=2, ep=2, stage=1, dispatcher="alltoall")
     for result in launcher.run(4, trace_experts, layout=layout):
         block, ep, expt_tp, tp = (result[kind] for kind in ("expert_model_parallel", "ep", "expt_tp", "tp"))
         out = [("all_to_all", ep), ("all_gather", expt_tp)]
         back = [("reduce_scatter", expt_tp), ("all_to_all", ep), ("all_gather", tp)]
         assert result["forward"] == [("all_gather", block), *out, *back]
         assert result["backward"] == [*out, *back]
-    layout = replace(layout, plan="alltoall_gather_first")
+    layout = replace(layout, dispatcher="alltoall_etp_first")
     for result in launcher.run(4, trace_experts, layout=layout):
         # Tokens are on the whole expt_tp group already: there is nothing to gather.
         block, ep, expt_tp, tp = (result[kind] for kind in ("expert_model_parallel", "ep", "expt_tp", "tp"))

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/ anew: `make docs`. What a page's own `ds-etp` commands draw, and the four plans."""
+"""Draws docs/pictures/ anew: `make docs`. What a page's own `ds-etp` commands draw, and the four dispatchers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_etp.parallel.topology import GroupKind, Topology
 from tests.docs.commands import ROOT, shown_commands
 
 FOLDER = Path("docs/pictures")
-PLANS = FOLDER / "plans.svg"
+PICTURE = FOLDER / "dispatchers.svg"
 # One node of 4 ranks, experts in two halves and two parts; for "replicated" attention is split over all four.
 _APART, _TOGETHER = Topology(4, etp=2, ep=2), Topology(4, tp=4, etp=2, ep=2)
 _WHERE: dict[GroupKind, str] = {"ep": "ep", "expt_tp": "expt_tp", "expert_model_parallel": "ep x expt_tp"}
@@ -28,7 +28,7 @@ _FONT = "Helvetica, Arial, sans-serif"
 
 Way = Literal["out", "back"]
 Message = tuple[Way, GroupKind, str]
-# plan -> the messages that bring a token of rank 0 to its experts and the result back, in order
+# dispatcher -> the messages that bring a token of rank 0 to its experts and the result back, in order
 MESSAGES: dict[str, tuple[Message, ...]] = {
     "replicated": (("back", "expert_model_parallel", "sums, over all"),),
     "allgather": (("out", "expert_model_parallel", "every token to all"), ("back", "expert_model_parallel", "sums")),
@@ -38,7 +38,7 @@ MESSAGES: dict[str, tuple[Message, ...]] = {
         ("back", "expt_tp", "parts are summed"),
         ("back", "ep", "one row back"),
     ),
-    "alltoall_gather_first": (
+    "alltoall_etp_first": (
         ("out", "expt_tp", "to the other part"),
         ("out", "ep", "where it has experts"),
         ("back", "ep", "one row back"),
@@ -47,14 +47,14 @@ MESSAGES: dict[str, tuple[Message, ...]] = {
 }
 
 
-def topology_of(plan: str) -> Topology:
-    """The sizes a plan is drawn with."""
-    return _TOGETHER if plan == "replicated" else _APART
+def topology_of(dispatcher: str) -> Topology:
+    """The sizes a dispatcher is drawn with."""
+    return _TOGETHER if dispatcher == "replicated" else _APART
 
 
-def hops(plan: str) -> Iterator[tuple[Message, list[tuple[int, int]]]]:
-    """Each message of a plan and its arrows, from rank to rank. The token is rank 0's; it has experts on both parts."""
-    topology, messages = topology_of(plan), MESSAGES[plan]
+def hops(dispatcher: str) -> Iterator[tuple[Message, list[tuple[int, int]]]]:
+    """Each message of a dispatcher and its arrows, from rank to rank. Rank 0's token has experts on both parts."""
+    topology, messages = topology_of(dispatcher), MESSAGES[dispatcher]
     held = set(topology.group_of("tp", 0))  # ranks that have the token, before any message
     rounds: list[list[tuple[int, int]]] = []
     for way, kind, _ in messages:
@@ -69,27 +69,27 @@ def hops(plan: str) -> Iterator[tuple[Message, list[tuple[int, int]]]]:
     yield from zip(messages, [*rounds, *returns], strict=True)
 
 
-def draw_plans() -> str:
-    """All plans side by side, as the text of an SVG file."""
+def draw_dispatchers() -> str:
+    """All dispatchers side by side, as the text of an SVG file."""
     rows = max(len(messages) for messages in MESSAGES.values())
     width, height = 2 * _WIDTH, 2 * (_TOP + (rows + 1) * 34 + 30)
     svg = ET.Element(
         "svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}", width=str(width),
         height=str(height), role="img",
     )  # fmt: skip
-    ET.SubElement(svg, "title").text = "How a token of rank 0 reaches its experts, and its result comes back, by plan"
+    ET.SubElement(svg, "title").text = "How a token of rank 0 reaches its experts and comes back, by dispatcher"
     ET.SubElement(svg, "rect", width=str(width), height=str(height), fill="#ffffff")
-    for place, plan in enumerate(MESSAGES):
-        _panel(svg, plan, place % 2 * _WIDTH, place // 2 * height // 2)
+    for place, dispatcher in enumerate(MESSAGES):
+        _panel(svg, dispatcher, place % 2 * _WIDTH, place // 2 * height // 2)
     ET.indent(svg)
     return ET.tostring(svg, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _panel(svg: ET.Element, plan: str, left: int, top: int) -> None:
-    topology = topology_of(plan)
-    _text(svg, left + 14, top + 24, plan, 16, weight="bold")
+def _panel(svg: ET.Element, dispatcher: str, left: int, top: int) -> None:
+    topology = topology_of(dispatcher)
+    _text(svg, left + 14, top + 24, dispatcher, 16, weight="bold")
     _text(svg, left + 14, top + 42, f"tp {topology.tp}, etp {topology.etp}, ep {topology.ep}", 12)
-    messages = list(hops(plan))
+    messages = list(hops(dispatcher))
     end = top + _TOP + (len(messages) + 1) * 34 + 14
     for rank in range(4):
         x = left + _LEFT + rank * _STEP
@@ -160,7 +160,7 @@ def picture_of(words: Sequence[str]) -> Path | None:
 def draw_all() -> None:
     """Writes every picture."""
     os.chdir(ROOT)
-    PLANS.write_text(draw_plans(), encoding="utf-8")
+    PICTURE.write_text(draw_dispatchers(), encoding="utf-8")
     for arguments in drawing_commands():
         main(arguments)
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds_etp.cli.main import main, make_parser
 from tests.docs.commands import PAGES, ROOT, Shown, shown_commands
-from tests.docs.pictures import FOLDER, PLANS, draw_plans, drawing_commands, picture_of
+from tests.docs.pictures import FOLDER, PICTURE, draw_dispatchers, drawing_commands, picture_of
 
 COMMANDS = shown_commands()
 OURS = [shown for shown in COMMANDS if shown.words[0] == "ds-etp"]
@@ -82,8 +82,8 @@ def without_files(arguments: tuple[str, ...], folder: Path) -> list[str]:
 
 def test_pictures_are_those_drawn_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`make docs` would change nothing. Charts differ with matplotlib's release: they need to be there."""
-    assert (ROOT / PLANS).read_text(encoding="utf-8") == draw_plans()
-    drawn = {PLANS}
+    assert (ROOT / PICTURE).read_text(encoding="utf-8") == draw_dispatchers()
+    drawn = {PICTURE}
     for arguments in drawing_commands():
         picture = picture_of(arguments)
         assert picture is not None

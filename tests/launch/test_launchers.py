@@ -15,7 +15,7 @@ import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_etp.config.block import check_plan, parse_block, resolve
+from ds_etp.config.block import check_dispatcher, parse_block, resolve
 from ds_etp.config.deepspeed import autotp_size, check_host_options
 from tests.launch.train_tiny import STEPS, make_batch, make_model
 
@@ -199,7 +199,7 @@ def test_config_files_are_valid(monkeypatch: pytest.MonkeyPatch, name: str, fact
     assert block is not None
     check_host_options(content, world)
     topology = resolve(block, world=world, tp=autotp_size(content))
-    check_plan(block, topology)
+    check_dispatcher(block, topology)
     assert (topology.etp, topology.ep, topology.edp) == (etp, ep, factor)
     # DeepSpeed reads the world's size from here while there is no process group.
     monkeypatch.setenv("WORLD_SIZE", str(world))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_etp.checkpoint.chunks import Box
-from ds_etp.loading.lazy import LazyTensor, Leaf, whole
+from ds_etp.checkpoint.chunks import Chunk
+from ds_etp.loading.lazy import FileTensor, LazyTensor, whole
 
 Build = Callable[[list[Tensor]], Tensor]
 BUILDS: dict[str, Build] = {  # of four tensors [3, 5]
@@ -34,7 +34,7 @@ def test_any_block(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(3, 5, generator=generator) for _ in range(4)]
     wanted = BUILDS[name](parts)
-    made = BUILDS[name]([LazyTensor(Leaf(part)) for part in parts])
+    made = BUILDS[name]([LazyTensor(FileTensor(part)) for part in parts])
     assert isinstance(made, LazyTensor)  # no data was touched
     assert made.shape == wanted.shape
     assert made.dtype == wanted.dtype
@@ -45,12 +45,12 @@ def test_any_block(name: str) -> None:
             int(torch.randint(1, n - a + 1, (), generator=generator)) for n, a in zip(wanted.shape, start, strict=True)
         )
         block = torch.empty(size, dtype=wanted.dtype)
-        made.node.fill(block, Box(start, size))
-        assert torch.equal(block, wanted[Box(start, size).slices()])
+        made.node.fill(block, Chunk(start, size))
+        assert torch.equal(block, wanted[Chunk(start, size).slices()])
 
 
 def test_other_operations_take_the_data() -> None:
-    lazy = LazyTensor(Leaf(torch.arange(6.0)))
+    lazy = LazyTensor(FileTensor(torch.arange(6.0)))
     result = lazy.flip(0) + 1
     assert type(result) is torch.Tensor
     assert result.tolist() == [6, 5, 4, 3, 2, 1]
@@ -59,4 +59,4 @@ def test_other_operations_take_the_data() -> None:
 def test_writing_is_refused() -> None:
     """What is written would be lost: the data is made anew from the files."""
     with pytest.raises(NotImplementedError, match="not read yet"):
-        LazyTensor(Leaf(torch.zeros(2))).add_(1)
+        LazyTensor(FileTensor(torch.zeros(2))).add_(1)

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_etp.dispatch.permute import pick, put
+from ds_etp.dispatch.permute import permute, unpermute
 from ds_etp.parallel import autograd as c
 from ds_etp.parallel import collectives as rows
-from ds_etp.parallel.collectives import even_sizes
-from ds_etp.parallel.process_groups import Peers
+from ds_etp.parallel.collectives import balanced_splits
+from ds_etp.parallel.process_groups import ProcessGroupInfo
 from tests.launcher import Launcher
 
 WIDTH = 3
@@ -33,8 +33,8 @@ REDUCING = ("gather", "reduce_scatter", "share", "unshare", "copy", "all_reduce"
 class Axis:
     """The peers of one test, known to all of them: how many, which one this is, and how blocks divide them."""
 
-    peers: Peers
-    block: Peers
+    peers: ProcessGroupInfo
+    block: ProcessGroupInfo
 
     @property
     def size(self) -> int:
@@ -92,7 +92,7 @@ def routes(size: int) -> list[list[list[int]]]:
 
 
 def _cut(axis: Axis, whole: Tensor) -> list[Tensor]:
-    return list(whole.split(even_sizes(len(whole), axis.size)))
+    return list(whole.split(balanced_splits(len(whole), axis.size)))
 
 
 def _shared(axis: Axis, whole: Tensor) -> list[Tensor]:
@@ -124,12 +124,12 @@ def _rows_of(axis: Axis, total: int, place: int) -> Tensor:
 
 def _pick(axis: Axis, total: int, tensor: Tensor, **options: Any) -> tuple[Tensor, ...]:
     row = _rows_of(axis, total, axis.peers.index)
-    x, weights = pick(axis.peers, row, torch.zeros_like(row), tensor[:, 1:], tensor[:, :1], **options)
+    x, weights = permute(axis.peers, row, torch.zeros_like(row), tensor[:, 1:], tensor[:, :1], **options)
     return (torch.cat([weights, x], 1),)
 
 
 def _put(axis: Axis, total: int, tensor: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (put(axis.peers, _rows_of(axis, total, axis.peers.index), total, tensor, **options),)
+    return (unpermute(axis.peers, _rows_of(axis, total, axis.peers.index), total, tensor, **options),)
 
 
 def _put_plainly(axis: Axis, total: int, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -144,7 +144,7 @@ OPS: dict[str, Op] = {
         several=True,
         shapes=totals,
         rows_in=lambda total, axis, place: total,
-        call=lambda axis, total, *tensors, **_: c.split(axis.peers, *tensors),
+        call=lambda axis, total, *tensors, **_: c.scatter_to_tp(axis.peers, *tensors),
         plain=lambda axis, total, xs: _cut(axis, xs[0]),
     ),
     "unsplit": Op(
@@ -152,8 +152,8 @@ OPS: dict[str, Op] = {
         one_out=True,
         several=False,
         shapes=totals,
-        rows_in=lambda total, axis, place: even_sizes(total, axis.size)[place],
-        call=lambda axis, total, tensor, **_: (c.unsplit(axis.peers, total, tensor),),
+        rows_in=lambda total, axis, place: balanced_splits(total, axis.size)[place],
+        call=lambda axis, total, tensor, **_: (c.gather_from_tp(axis.peers, total, tensor),),
         plain=lambda axis, total, xs: [torch.cat(list(xs))] * axis.size,
     ),
     "gather": Op(
@@ -162,7 +162,7 @@ OPS: dict[str, Op] = {
         several=True,
         shapes=parts,
         rows_in=lambda sizes, axis, place: sizes[place],
-        call=lambda axis, sizes, *tensors, **options: c.gather(axis.peers, sizes, *tensors, **options),
+        call=lambda axis, sizes, *tensors, **options: c.all_gather(axis.peers, sizes, *tensors, **options),
         plain=lambda axis, sizes, xs: [torch.cat(list(xs))] * axis.size,
     ),
     "reduce_scatter": Op(
@@ -180,7 +180,7 @@ OPS: dict[str, Op] = {
         several=True,
         shapes=totals,
         rows_in=lambda total, axis, place: total,
-        call=lambda axis, total, *tensors, **options: c.share(axis.peers, axis.block, *tensors, **options),
+        call=lambda axis, total, *tensors, **options: c.slice_replicated(axis.peers, axis.block, *tensors, **options),
         plain=lambda axis, total, xs: _shared(axis, xs[0]),
     ),
     "unshare": Op(
@@ -188,8 +188,10 @@ OPS: dict[str, Op] = {
         one_out=True,
         several=False,
         shapes=totals,
-        rows_in=lambda total, axis, place: sum(even_sizes(total, axis.size)[i] for i in axis.block_of(place)),
-        call=lambda axis, total, tensor, **options: (c.unshare(axis.peers, axis.block, total, tensor, **options),),
+        rows_in=lambda total, axis, place: sum(balanced_splits(total, axis.size)[i] for i in axis.block_of(place)),
+        call=lambda axis, total, tensor, **options: (
+            c.reduce_scatter_all_gather(axis.peers, axis.block, total, tensor, **options),
+        ),
         plain=_unshared,
     ),
     "copy": Op(
@@ -198,7 +200,7 @@ OPS: dict[str, Op] = {
         several=True,
         shapes=totals,
         rows_in=lambda total, axis, place: total,
-        call=lambda axis, total, *tensors, **options: c.copy(axis.peers, *tensors, **options),
+        call=lambda axis, total, *tensors, **options: c.copy_to_group(axis.peers, *tensors, **options),
         plain=lambda axis, total, xs: [xs[0]] * axis.size,
     ),
     "all_reduce": Op(
@@ -207,7 +209,7 @@ OPS: dict[str, Op] = {
         several=False,
         shapes=totals,
         rows_in=lambda total, axis, place: total,
-        call=lambda axis, total, tensor, **options: (c.all_reduce(axis.peers, tensor, **options),),
+        call=lambda axis, total, tensor, **options: (c.reduce_from_group(axis.peers, tensor, **options),),
         plain=lambda axis, total, xs: [torch.stack(list(xs)).sum(0)] * axis.size,
     ),
     "pick": Op(
@@ -247,12 +249,12 @@ def make_axis(groups: Sequence[Sequence[int]], block: int = 1) -> Axis:
     """This rank's peers, and blocks of `block` neighbours among them. Collective over the world."""
     rank = dist.get_rank()
 
-    def join(kind: Sequence[Sequence[int]]) -> Peers:
+    def join(kind: Sequence[Sequence[int]]) -> ProcessGroupInfo:
         own = None
         for ranks in kind:
             group = dist.new_group(list(ranks))
             if rank in ranks:
-                own = Peers(tuple(ranks), list(ranks).index(rank), group if len(ranks) > 1 else None)
+                own = ProcessGroupInfo(tuple(ranks), list(ranks).index(rank), group if len(ranks) > 1 else None)
         assert own is not None
         return own
 
@@ -359,7 +361,7 @@ def check_unused_output() -> None:
     axis = make_axis([list(range(dist.get_world_size()))])
     weights = numbers(4, 1).requires_grad_()
     x = numbers(4, 0).requires_grad_()
-    _, copied = c.copy(axis.peers, x, weights)
+    _, copied = c.copy_to_group(axis.peers, x, weights)
     copied.sum().backward()
     assert torch.equal(weights.grad, torch.full_like(weights, axis.size))
     assert x.grad is None or not x.grad.any()
@@ -370,10 +372,10 @@ def check_pairs_of_one_row() -> None:
     axis = make_axis([list(range(dist.get_world_size()))])
     row, place = torch.tensor([0, 0, 2]), torch.tensor([0, 1, 1])
     x, weights = numbers(3, 0, torch.bfloat16).requires_grad_(), numbers(3, 1, torch.float32, width=2).requires_grad_()
-    rows, own = pick(axis.peers, row, place, x, weights)
+    rows, own = permute(axis.peers, row, place, x, weights)
     assert torch.equal(rows, x[row])
     assert torch.equal(own, weights[row, place, None])
-    put(axis.peers, row, 3, rows * own).sum().backward()
+    unpermute(axis.peers, row, 3, rows * own).sum().backward()
     grads = torch.autograd.grad((x[row] * weights[row, place, None]).sum(), (x, weights))
     for tensor, grad in zip((x, weights), grads, strict=True):
         assert tensor.grad.dtype == tensor.dtype
@@ -390,10 +392,10 @@ def check_one_row(dtype: torch.dtype) -> None:
     own = 1 - axis.peers.index
     tensors = [numbers(own, 0, dtype, width=4).requires_grad_(), numbers(own, 1, torch.int32, width=1)]
     tensors.append(numbers(own, 2, dtype, width=1).requires_grad_())
-    gathered = c.gather(axis.peers, [1, 0], *tensors)
+    gathered = c.all_gather(axis.peers, [1, 0], *tensors)
     for seed, (out, tensor) in enumerate(zip(gathered, tensors, strict=True)):
         assert torch.equal(out, numbers(1, seed, tensor.dtype, width=tensor.shape[1]))
-    x, _, weights = c.split(axis.peers, *gathered)
+    x, _, weights = c.scatter_to_tp(axis.peers, *gathered)
     assert len(x) == own
     torch.autograd.backward([x.sum(), weights.sum()])
     # Both peers held the gathered row, and split gave each of them the whole gradient of it.
@@ -512,7 +514,7 @@ PACKED = {
 @pytest.mark.parametrize("tensors", PACKED.values(), ids=PACKED.keys())
 def test_any_strides_travel(tensors: list[Tensor]) -> None:
     """What a message is made of, without sending it: into bytes and out again."""
-    message = rows.pack_rows(tensors)
+    message = rows.pack_columns(tensors)
     assert len(message) == len(tensors[0])
     for out, tensor in zip(rows._unpack(message, tensors), tensors, strict=True):
         assert out.dtype == tensor.dtype

@@ -14,7 +14,7 @@ from deepspeed.utils import groups as host
 
 import ds_etp
 from ds_etp.errors import ConfigError
-from ds_etp.parallel.process_groups import ExpertGroups, Peers
+from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
 from ds_etp.parallel.topology import Topology
 from tests.launcher import Launcher
 from tests.oracle import Recipe, train_unsharded
@@ -62,7 +62,7 @@ def assert_working(*several: ExpertGroups) -> None:
             assert_peers_work(getattr(groups, kind))
 
 
-def assert_peers_work(peers: Peers) -> None:
+def assert_peers_work(peers: ProcessGroupInfo) -> None:
     """The same for one kind."""
     rank = dist.get_rank()
     assert peers.ranks[peers.index] == rank

@@ -1,4 +1,4 @@
-"""Training under every plan equals unsharded training: uneven batches, none at all, one expert for everybody."""
+"""Training under every dispatcher equals unsharded training: uneven batches, none at all, one expert for everybody."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.oracle import Recipe, train_unsharded
 from tests.sharded import Layout, train
 from tests.tolerances import assert_equal_runs
 
-# (plan, (tp, etp, ep)) on four ranks: each plan where its messages differ.
+# (dispatcher, (tp, etp, ep)) on four ranks: each dispatcher where its messages differ.
 PLACES = [
     ("replicated", (4, 1, 4)),
     ("allgather", (1, 2, 2)),
@@ -21,10 +21,10 @@ PLACES = [
     ("alltoall", (2, 2, 2)),
     ("alltoall", (4, 2, 2)),
     ("alltoall", (4, 1, 2)),
-    ("alltoall_gather_first", (1, 2, 2)),
-    ("alltoall_gather_first", (2, 2, 2)),
-    ("alltoall_gather_first", (2, 4, 1)),
-    ("alltoall_gather_first", (4, 2, 2)),
+    ("alltoall_etp_first", (1, 2, 2)),
+    ("alltoall_etp_first", (2, 2, 2)),
+    ("alltoall_etp_first", (2, 4, 1)),
+    ("alltoall_etp_first", (4, 2, 2)),
 ]
 ONE_EXPERT = (("num_experts_per_tok", 1),)
 RECIPES = {
@@ -48,10 +48,10 @@ CASES = [
 
 @pytest.mark.parametrize(("place", "case"), CASES, ids=str)
 def test_every_plan(launcher: Launcher, place: tuple[str, tuple[int, int, int]], case: str) -> None:
-    """ZeRO stages take turns over the cases: plans know nothing of them."""
-    plan, (tp, etp, ep) = place
+    """ZeRO stages take turns over the cases: dispatchers know nothing of them."""
+    dispatcher, (tp, etp, ep) = place
     stage = (PLACES.index(place) + list(RECIPES).index(case)) % 4
-    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan)
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dispatcher=dispatcher)
     # Rows that come expert by expert have a forward of their own under grouped_mm: with no rows too.
     grouped = case == "one token" or (case == "uneven" and PLACES.index(place) % 2)
     implementation = "grouped_mm" if grouped else "eager"
@@ -62,10 +62,10 @@ def test_every_plan(launcher: Launcher, place: tuple[str, tuple[int, int, int]],
 
 @pytest.mark.compat  # transformers' grouped forward, and the parts of it that sorted rows run, change between releases
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-@pytest.mark.parametrize("plan", ["allgather", "alltoall", "alltoall_gather_first"])
-def test_grouped_mm(launcher: Launcher, plan: str, family: str) -> None:
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "alltoall_etp_first"])
+def test_grouped_mm(launcher: Launcher, dispatcher: str, family: str) -> None:
     """Rows in any order, and strided ones, are rows to every experts implementation."""
-    layout = Layout(world=4, etp=2, ep=2, stage=1, plan=plan)
+    layout = Layout(world=4, etp=2, ep=2, stage=1, dispatcher=dispatcher)
     recipe = Recipe(family=family, dp=4, steps=2, implementation="grouped_mm")
     run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
     assert_equal_runs(run, train_unsharded(recipe))
@@ -76,7 +76,7 @@ def test_equal_batches(launcher: Launcher, split: tuple[int, int, int]) -> None:
     """Without an exchange of sizes."""
     tp, etp, ep = split
     extra = (("expert_tensor_parallel", {"equal_batches": True}),)
-    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=2, plan="allgather", extra=extra)
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=2, dispatcher="allgather", extra=extra)
     recipe = Recipe(dp=layout.dp)
     run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
     assert_equal_runs(run, train_unsharded(recipe))

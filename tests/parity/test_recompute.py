@@ -17,20 +17,25 @@ from tests.tolerances import assert_same_bits
 
 
 @pytest.mark.parametrize(
-    ("plan", "split", "stage", "recipe", "options"),
+    ("dispatcher", "split", "stage", "recipe", "options"),
     [
         ("alltoall", (1, 2, 2), 3, Recipe(lengths=(12, 5, 9, 3)), {}),
-        ("alltoall_gather_first", (2, 2, 2), 2, Recipe(checkpointing="reentrant", pinned=(0, 1)), {}),
+        ("alltoall_etp_first", (2, 2, 2), 2, Recipe(checkpointing="reentrant", pinned=(0, 1)), {}),
         ("allgather", (1, 2, 2), 1, Recipe("gpt_oss", implementation="grouped_mm"), {"static_shapes": True}),
         ("replicated", (4, 1, 2), 0, Recipe("qwen3_moe", checkpointing="plain", frozen="dense"), {}),
     ],
-    ids=["alltoall", "alltoall_gather_first", "allgather", "replicated"],
+    ids=["alltoall", "alltoall_etp_first", "allgather", "replicated"],
 )
 def test_not_a_bit_differs(
-    launcher: Launcher, plan: str, split: tuple[int, int, int], stage: int, recipe: Recipe, options: dict[str, bool]
+    launcher: Launcher,
+    dispatcher: str,
+    split: tuple[int, int, int],
+    stage: int,
+    recipe: Recipe,
+    options: dict[str, bool],
 ) -> None:
     tp, etp, ep = split
-    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan=plan)
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dispatcher=dispatcher)
     recipe = replace(recipe, dp=layout.dp, steps=2)
     kept, again = (
         launcher.run(4, train, recipe=recipe, layout=with_options(layout, recompute=on, **options))[0]

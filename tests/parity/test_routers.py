@@ -180,7 +180,7 @@ def first_step_of_different_noise(layout: Layout) -> str:
 
 @pytest.mark.parametrize("split", [(2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)], ids=str)
 def test_different_noise_on_tensor_parallel_peers(launcher: Launcher, split: tuple[int, int, int]) -> None:
-    """Stopped before the first update: by the gradients, or in the forward by a plan that sees tokens go elsewhere."""
+    """Stopped before the first update: by the gradients, or in forward by a dispatcher that sees it."""
     layout = four_ranks(split, 1)
     for message in launcher.run(4, first_step_of_different_noise, layout=layout):
         if split == (2, 2, 2):

@@ -22,9 +22,9 @@ def check(launcher: Launcher, recipe: Recipe, layout: Layout) -> None:
 
 @pytest.mark.parametrize(("stage", "split"), [(1, (1, 2, 1)), (3, (2, 2, 1)), (1, (2, 1, 2)), (3, (4, 2, 1))], ids=str)
 def test_forced_alltoall(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
-    """The general plan also where `auto` would take the replicated one."""
+    """The general dispatcher also where `auto` would take the replicated one."""
     tp, etp, ep = split
-    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, plan="alltoall")
+    layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dispatcher="alltoall")
     check(launcher, Recipe(dp=layout.dp), layout)
 
 

@@ -72,7 +72,7 @@ def test_some_of_them(launcher: Launcher, stage: int, recipe: LoraRecipe, split:
         (1, {"second": True}, {"tp": 2, "etp": 4}),
         (3, {"pinned": (0, 1)}, {"ep": 4}),  # two of four ranks get no token
         (0, {"rows": 1, "lengths": (1,), "loss": "logits"}, {"tp": 4, "etp": 2}),
-        (1, {}, {"tp": 2, "etp": 2, "plan": "alltoall"}),
+        (1, {}, {"tp": 2, "etp": 2, "dispatcher": "alltoall"}),
         (2, {"modules": (*ATTENTION, "shared_expert.down_proj"), "family": "qwen2_moe"}, {"tp": 2, "etp": 2}),
         (2, {"options": (("use_rslora", True), ("rank_pattern", (("gate_up_proj", 2),)))}, {"etp": 2, "ep": 2}),
         (1, {"options": (("modules_to_save", ("mlp.experts",)),), "parameters": ()}, {"tp": 2, "etp": 2, "ep": 2}),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_etp.config.dense_rules import check_axes, check_sequence_heads, check_stages
-from ds_etp.dispatch.cost import choose_plan
+from ds_etp.dispatch.cost import choose_dispatcher
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
 from ds_etp.planner.advice import explain
@@ -115,8 +115,8 @@ def test_time_of_pipelines_and_sequences() -> None:
 
     def timing(**sizes: int) -> Any:
         topology = Topology(32, **sizes)
-        choice = choose_plan(topology, per_token=2, experts=8, ranks_per_node=8)
-        return timing_of(facts, topology, job, HARDWARE, choice.traffic)
+        choice = choose_dispatcher(topology, per_token=2, experts=8, ranks_per_node=8)
+        return timing_of(facts, topology, job, HARDWARE, choice.comm_volume)
 
     piped, plain, shared = timing(pp=4, etp=2, ep=4), timing(etp=2, ep=4), timing(cp=4, etp=2, ep=4)
     assert plain.context == plain.pipe == plain.bubble == 0

@@ -51,7 +51,7 @@ def test_plan_writes_what_check_takes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["zero_optimization"]["stage"] == 1
     block = config["expert_tensor_parallel"]
-    assert [str(block["etp_size"]), str(block["ep_size"]), block["plan"]] == [row[2], row[3], row[6]]
+    assert [str(block["etp_size"]), str(block["ep_size"]), block["dispatcher"]] == [row[2], row[3], row[6]]
     assert main(["check", str(path), "--gpus", "16"]) == 0
     assert ["ep", row[3]] in cells(capsys.readouterr().out)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_etp.config.block import check_layer, check_plan, parse_block, resolve
+from ds_etp.config.block import check_dispatcher, check_layer, parse_block, resolve
 from ds_etp.config.deepspeed import autotp_size, check_host_options, zero_stage
 from ds_etp.config.dense_rules import check_axes, check_sequence_heads, check_stages
 from ds_etp.errors import ConfigError
@@ -31,7 +31,7 @@ def check(proposal: Proposal, facts: ModelFacts) -> None:
     check_host_options(config, topology.world)
     # What the file can't hold is given to `check` beside it.
     assert resolve(block, world=topology.world, tp=autotp_size(config), cp=topology.cp, pp=topology.pp) == topology
-    check_plan(block, topology)
+    check_dispatcher(block, topology)
     check_axes(topology, zero_stage(config))
     check_stages(topology, facts.layers)
     check_sequence_heads(topology, facts.heads, facts.key_value_heads)

@@ -54,8 +54,8 @@ SETTINGS: dict[str, tuple[Sequences, Layout]] = {
         Layout(world=2, sp=2, etp=2, stage=3, extra=(("zero_optimization", {"reduce_scatter": False}),)),
     ),
     "checkpointing": (Sequences(checkpointing="plain"), Layout(world=2, sp=2, ep=2, stage=3)),
-    "alltoall": (Sequences(), Layout(world=4, sp=4, etp=2, ep=2, stage=1, plan="alltoall")),
-    "alltoall_gather_first": (Sequences(), Layout(world=4, sp=4, etp=2, ep=2, stage=1, plan="alltoall_gather_first")),
+    "alltoall": (Sequences(), Layout(world=4, sp=4, etp=2, ep=2, stage=1, dispatcher="alltoall")),
+    "alltoall_etp_first": (Sequences(), Layout(world=4, sp=4, etp=2, ep=2, stage=1, dispatcher="alltoall_etp_first")),
     "experts whole": (Sequences(dp=2), Layout(world=4, sp=2, stage=0)),
 }
 

@@ -76,8 +76,8 @@ CASES = {
         ("expert_tensor_parallel.ep_size=3 does not tile the ranks",), Layout(world=4, sp=2, etp=1, ep=3)
     ),
     "replicated": Case(
-        ("expert_tensor_parallel.plan='replicated' needs expert ranks to hold the same tokens",),
-        Layout(world=4, sp=2, etp=2, plan="replicated"),
+        ("expert_tensor_parallel.dispatcher='replicated' needs expert ranks to hold the same tokens",),
+        Layout(world=4, sp=2, etp=2, dispatcher="replicated"),
     ),
     "an mpu of another library": Case(
         ("sequence parallel size=2 comes from a device mesh, an earlier engine or an mpu", "UlyssesSPAttentionHF"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_etp import Topology
-from ds_etp.experts.build import unaligned_shards
+from ds_etp.experts.build import misaligned_shards
 from ds_etp.experts.registry import read_layout
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from tests.models import make_model
@@ -19,12 +19,12 @@ def test_grouped_mm(itemsize: int | None, etp: int, fits: bool) -> None:
     """I is 16: a row of a quarter has 16 bytes in fp32, 8 in bf16. Eager has no such limit, nor any other."""
     model = make_model("mixtral", implementation="grouped_mm")
     layouts = {path: read_layout(path, model.get_submodule(path)) for path in PATHS}
-    paths, warning = unaligned_shards(model, layouts, Topology(8, etp=etp), itemsize)
+    paths, warning = misaligned_shards(model, layouts, Topology(8, etp=etp), itemsize)
     assert paths == ([] if fits else PATHS)
     if not fits:
         assert warning.startswith(f"{PATHS[0]} (2 in all): etp {etp} leaves {16 // etp} of 16 columns, 8 bytes a row")
     model.set_experts_implementation("eager")
-    assert unaligned_shards(model, layouts, Topology(16, etp=16), 2) == ([], "")
+    assert misaligned_shards(model, layouts, Topology(16, etp=16), 2) == ([], "")
 
 
 @pytest.mark.parametrize(("columns", "dtype"), [(4, torch.float32), (2, torch.float32), (4, torch.bfloat16)])

@@ -19,6 +19,7 @@ MAX_LINES = 320
 FLOORS = {  # a file imports only from floors below its own, or within it without a cycle; the longest name counts
     "ds_etp.errors": 0,
     "ds_etp.log": 0,
+    "ds_etp.aliases": 0,
     "ds_etp.parallel.topology": 0,
     "ds_etp.dispatch.cost": 0,
     "ds_etp.config": 1,

@@ -12,7 +12,7 @@ import pytest
 from deepspeed.runtime.tensor_parallel import config as host
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ds_etp.patches.deepspeed.autotp import plan_without_experts, without_experts
+from ds_etp.patches.deepspeed.autotp import drop_expert_entries, tp_plan_without_experts
 
 Plan = dict[str, str]
 
@@ -40,28 +40,28 @@ def paths(plan: Plan, prefix: str) -> list[str]:
     ]
 
 
-PLANS = _plans()
+DISPATCHERS = _plans()
 PREFIXES = ["", "model.", "model.language_model."]
 
 
 def test_the_walk_finds_the_families() -> None:
-    assert {"mixtral", "qwen3_moe", "deepseek_v3", "llama4_text", "nemotron_h", "gemma4_text"} <= set(PLANS)
-    assert len(PLANS) > 50
+    assert {"mixtral", "qwen3_moe", "deepseek_v3", "llama4_text", "nemotron_h", "gemma4_text"} <= set(DISPATCHERS)
+    assert len(DISPATCHERS) > 50
 
 
 @pytest.mark.parametrize("prefix", PREFIXES, ids=["bare", "model", "multimodal"])
-@pytest.mark.parametrize("family", PLANS)
+@pytest.mark.parametrize("family", DISPATCHERS)
 def test_only_expert_entries_go(family: str, prefix: str) -> None:
-    plan = PLANS[family]
-    kept = without_experts(plan, paths(plan, prefix))
+    plan = DISPATCHERS[family]
+    kept = drop_expert_entries(plan, paths(plan, prefix))
     assert kept == {pattern: style for pattern, style in plan.items() if not is_expert_entry(pattern)}
     assert list(kept) == [pattern for pattern in plan if pattern in kept], "the order is kept"
 
 
-@pytest.mark.parametrize("family", PLANS)
+@pytest.mark.parametrize("family", DISPATCHERS)
 def test_only_expert_entries_go_from_the_merged_plan(family: str) -> None:
     """As DeepSpeed merges it: the config's, the class's (lm_head), and the instance's, which names `model.` too."""
-    plan = PLANS[family]
+    plan = DISPATCHERS[family]
     config_class = type("Config", (), {"base_model_tp_plan": plan})
     model_class = type("Model", (), {"_tp_plan": {"lm_head": "colwise_gather_output"}})
     model: Any = model_class()
@@ -72,16 +72,16 @@ def test_only_expert_entries_go_from_the_merged_plan(family: str) -> None:
     assert set(expected) < set(merged)
     assert "lm_head" in expected
     original = host._get_hf_tp_plan
-    with plan_without_experts(model, paths(plan, "model.")):
+    with tp_plan_without_experts(model, paths(plan, "model.")):
         assert host._get_hf_tp_plan(model) == expected
     assert host._get_hf_tp_plan is original
 
 
-@pytest.mark.parametrize("family", PLANS)
+@pytest.mark.parametrize("family", DISPATCHERS)
 def test_nothing_goes_for_other_modules(family: str) -> None:
     """Names near those of experts are about other modules: a shared expert, a gate, another layer's projection."""
-    plan = {pattern: style for pattern, style in PLANS[family].items() if not is_expert_entry(pattern)}
-    assert without_experts(plan, paths(PLANS[family], "model.")) == plan
+    plan = {pattern: style for pattern, style in DISPATCHERS[family].items() if not is_expert_entry(pattern)}
+    assert drop_expert_entries(plan, paths(DISPATCHERS[family], "model.")) == plan
 
 
 PATTERN_CASES = [
@@ -114,12 +114,12 @@ PATTERN_CASES = [
 
 @pytest.mark.parametrize(("pattern", "goes"), PATTERN_CASES)
 def test_exact_paths(pattern: str, goes: bool) -> None:
-    kept = without_experts({pattern: "colwise"}, ["model.layers.3.mlp.experts"])
+    kept = drop_expert_entries({pattern: "colwise"}, ["model.layers.3.mlp.experts"])
     assert (pattern not in kept) is goes
 
 
 def test_a_dot_in_a_pattern_is_a_dot() -> None:
-    assert without_experts({"mlp.experts": "x"}, ["mlpXexperts"]) == {"mlp.experts": "x"}
+    assert drop_expert_entries({"mlp.experts": "x"}, ["mlpXexperts"]) == {"mlp.experts": "x"}
 
 
 def test_multimodal_text_tower_only() -> None:
@@ -129,7 +129,7 @@ def test_multimodal_text_tower_only() -> None:
         "visual.blocks.*.mlp.down_proj": "rowwise",
         "visual.layers.*.mlp.experts.down_proj": "rowwise",
     }
-    kept = without_experts(plan, ["model.language_model.layers.0.mlp.experts"])
+    kept = drop_expert_entries(plan, ["model.language_model.layers.0.mlp.experts"])
     assert list(kept) == ["visual.blocks.*.mlp.down_proj", "visual.layers.*.mlp.experts.down_proj"]
 
 
@@ -137,14 +137,14 @@ def test_another_models_plan_is_left_alone() -> None:
     plan = {"layers.*.mlp.experts": "moe_tp_experts"}
     config = SimpleNamespace(base_model_tp_plan=plan)
     model, other = SimpleNamespace(config=config), SimpleNamespace(config=config)
-    with plan_without_experts(model, ["layers.0.mlp.experts"]):
+    with tp_plan_without_experts(model, ["layers.0.mlp.experts"]):
         assert host._get_hf_tp_plan(other) == plan
         assert host._get_hf_tp_plan(model) is None  # DeepSpeed's word for no plan: it falls back to its own rules
 
 
 def test_the_host_is_put_back_after_an_error() -> None:
     original = host._get_hf_tp_plan
-    with pytest.raises(KeyError), plan_without_experts(SimpleNamespace(), []):
+    with pytest.raises(KeyError), tp_plan_without_experts(SimpleNamespace(), []):
         raise KeyError
     assert host._get_hf_tp_plan is original
 
@@ -152,4 +152,4 @@ def test_the_host_is_put_back_after_an_error() -> None:
 def test_the_router_style_of_transformers_5_0_is_dropped() -> None:
     """Its tp_plans name the router with a style AutoTP doesn't know; the router stays whole."""
     plan = {"layers.*.mlp.gate": "ep_router", "layers.*.mlp.gate_proj": "colwise"}
-    assert without_experts(plan, ["model.layers.0.mlp.experts"]) == {"layers.*.mlp.gate_proj": "colwise"}
+    assert drop_expert_entries(plan, ["model.layers.0.mlp.experts"]) == {"layers.*.mlp.gate_proj": "colwise"}

@@ -80,7 +80,7 @@ def test_mixtral_8x7b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert err == ""
     table = rows(out)
     layers = "model.layers.{0..31}.mlp.experts"
-    assert ["plan", "alltoall (auto)"] in table
+    assert ["dispatcher", "alltoall (auto)"] in table
     assert ["rows sent", "11.00 a token"] in table
     held = "4 experts, 3584 columns, 10.5 GiB"
     assert [layers, "MixtralExperts", "grouped_mm", "8", "14336", "4096", "2", held] in table

@@ -71,7 +71,7 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_check_prints_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"tensor_parallel": {"autotp_size": 4}, "expert_tensor_parallel": {"ep_size": 2, "plan": "alltoall"}}
+    config = {"tensor_parallel": {"autotp_size": 4}, "expert_tensor_parallel": {"ep_size": 2, "dispatcher": "alltoall"}}
     assert main(["check", config_file(tmp_path, config), "--gpus", "16"]) == 0
     table = rows(capsys.readouterr().out)
     expected = [
@@ -83,7 +83,7 @@ def test_check_prints_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ["etp", "4 (auto: = tp)"],
         ["ep", "2"],
         ["edp", "2"],
-        ["plan", "alltoall"],
+        ["dispatcher", "alltoall"],
     ]
     assert table == expected
 
@@ -110,7 +110,7 @@ def test_check_refuses_axes_that_do_not_go_together(tmp_path: Path, capsys: pyte
         ({"expert_tensor_parallel": {"etp_sise": 2}}, "did you mean 'etp_size'?"),
         ({"expert_tensor_paralel": {}}, "did you mean 'expert_tensor_parallel'?"),
         ({"expert_tensor_parallel": {"etp_size": 3}}, "expert_tensor_parallel.etp_size=3 does not tile the ranks"),
-        ({"expert_tensor_parallel": {"etp_size": 2, "plan": "replicated"}}, "plan='replicated' needs"),
+        ({"expert_tensor_parallel": {"etp_size": 2, "dispatcher": "replicated"}}, "dispatcher='replicated' needs"),
         (
             {"expert_tensor_parallel": {}, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
             "zero_optimization.zero_hpz_partition_size=8 is not supported",

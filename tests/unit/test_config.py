@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 
 from ds_etp.config.block import (
-    PLANS,
+    DISPATCHERS,
     ExpertTensorParallelConfig,
     check_block_name,
+    check_dispatcher,
     check_layer,
-    check_plan,
     layout_table,
     parse_block,
     resolve,
@@ -25,8 +25,8 @@ from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
 
 KEYS = (
-    "Keys that work: enabled, etp_size, ep_size, plan, reduce_dtype, equal_batches, static_shapes, recompute, "
-    "overlap, node_weight."
+    "Keys that work: enabled, etp_size, ep_size, dispatcher, reduce_dtype, equal_batches, static_shapes, recompute, "
+    "overlap, inter_node_cost."
 )
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
@@ -35,7 +35,7 @@ WEIGHT_RULE = (
     "is not a cost of links between nodes, relative to those inside: at least 1 is needed. "
     "Values that work: 1, 8, 12.5."
 )
-PLAN_RULE = "is not a plan. Values that work: auto, replicated, allgather, alltoall, alltoall_gather_first."
+DISPATCHER_RULE = "is not a dispatcher. Values that work: auto, replicated, allgather, alltoall, alltoall_etp_first."
 
 
 def parsed(**block: Any) -> ExpertTensorParallelConfig:
@@ -59,19 +59,19 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "enabled": True,
         "etp_size": "auto",
         "ep_size": 1,
-        "plan": "auto",
+        "dispatcher": "auto",
         "reduce_dtype": "auto",
         "equal_batches": False,
         "static_shapes": False,
         "recompute": False,
         "overlap": False,
-        "node_weight": 8.0,
+        "inter_node_cost": 8.0,
     }
 
 
 def test_every_key_is_read() -> None:
-    block = parsed(enabled=True, etp_size=4, ep_size=2, plan="alltoall", reduce_dtype="fp32")
-    assert (block.etp_size, block.ep_size, block.plan, block.reduce_dtype) == (4, 2, "alltoall", "fp32")
+    block = parsed(enabled=True, etp_size=4, ep_size=2, dispatcher="alltoall", reduce_dtype="fp32")
+    assert (block.etp_size, block.ep_size, block.dispatcher, block.reduce_dtype) == (4, 2, "alltoall", "fp32")
 
 
 def test_the_block_is_frozen() -> None:
@@ -79,9 +79,9 @@ def test_the_block_is_frozen() -> None:
         parsed().ep_size = 2
 
 
-@pytest.mark.parametrize("plan", ["auto", *PLANS])
-def test_plans_that_work(plan: str) -> None:
-    assert parsed(plan=plan).plan == plan
+@pytest.mark.parametrize("dispatcher", ["auto", *DISPATCHERS])
+def test_plans_that_work(dispatcher: str) -> None:
+    assert parsed(dispatcher=dispatcher).dispatcher == dispatcher
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_plans_that_work(plan: str) -> None:
         {},
         {"train_batch_size": 8, "expert_parallel": {"enabled": True}, "tensor_parallel": {}},
         {"expert_tensor_parallel": {"enabled": False, "etp_size": 4}},
-        {"expert_tensor_parallel": {"enabled": False, "plan": "allgather"}},
+        {"expert_tensor_parallel": {"enabled": False, "dispatcher": "allgather"}},
     ],
 )
 def test_none_when_absent_or_off(ds_config: dict[str, object]) -> None:
@@ -110,14 +110,14 @@ def test_none_when_absent_or_off(ds_config: dict[str, object]) -> None:
         ({"ep_size": -1}, f"expert_tensor_parallel.ep_size=-1 {EP_RULE}"),
         ({"enabled": "yes"}, "expert_tensor_parallel.enabled='yes' is not a boolean. Values that work: true, false."),
         ({"enabled": 1}, "expert_tensor_parallel.enabled=1 is not a boolean. Values that work: true, false."),
-        ({"plan": "ring"}, f"expert_tensor_parallel.plan='ring' {PLAN_RULE}"),
+        ({"dispatcher": "ring"}, f"expert_tensor_parallel.dispatcher='ring' {DISPATCHER_RULE}"),
         (
             {"equal_batches": 1},
             "expert_tensor_parallel.equal_batches=1 is not a boolean. Values that work: true, false.",
         ),
-        ({"node_weight": 0.5}, f"expert_tensor_parallel.node_weight=0.5 {WEIGHT_RULE}"),
-        ({"node_weight": "8"}, f"expert_tensor_parallel.node_weight='8' {WEIGHT_RULE}"),
-        ({"node_weight": float("inf")}, f"expert_tensor_parallel.node_weight=inf {WEIGHT_RULE}"),
+        ({"inter_node_cost": 0.5}, f"expert_tensor_parallel.inter_node_cost=0.5 {WEIGHT_RULE}"),
+        ({"inter_node_cost": "8"}, f"expert_tensor_parallel.inter_node_cost='8' {WEIGHT_RULE}"),
+        ({"inter_node_cost": float("inf")}, f"expert_tensor_parallel.inter_node_cost=inf {WEIGHT_RULE}"),
         ({"reduce_dtype": "bf16"}, f"expert_tensor_parallel.reduce_dtype='bf16' {DTYPE_RULE}"),
         (
             {"etp_sise": 2},
@@ -264,24 +264,24 @@ def test_every_listed_size_works_and_no_other() -> None:
                 assert other in ("etp", "ep")
 
 
-# Plan
+# TokenDispatcher
 
 
 @pytest.mark.parametrize(("tp", "etp", "ep"), [(4, 2, 2), (8, 2, 1), (4, 4, 1), (1, 1, 1)])
 def test_replicated_where_tokens_are_shared(tp: int, etp: int, ep: int) -> None:
-    check_plan(parsed(plan="replicated"), Topology(world=8, tp=tp, etp=etp, ep=ep))
+    check_dispatcher(parsed(dispatcher="replicated"), Topology(world=8, tp=tp, etp=etp, ep=ep))
 
 
 def test_replicated_where_tokens_differ() -> None:
-    assert message(check_plan, parsed(plan="replicated"), Topology(world=8, tp=2, etp=2, ep=2)) == (
-        "expert_tensor_parallel.plan='replicated' needs expert ranks to hold the same tokens: tp 2 is not a multiple "
-        "of etp 2 x ep 2 = 4. Values that work: auto, allgather, alltoall, alltoall_gather_first."
+    assert message(check_dispatcher, parsed(dispatcher="replicated"), Topology(world=8, tp=2, etp=2, ep=2)) == (
+        "expert_tensor_parallel.dispatcher='replicated' needs expert ranks to hold the same tokens: tp 2 is not a "
+        "multiple of etp 2 x ep 2 = 4. Values that work: auto, allgather, alltoall, alltoall_etp_first."
     )
 
 
-@pytest.mark.parametrize("plan", ["auto", *PLANS[1:]])
-def test_other_plans_fit_every_topology(plan: str) -> None:
-    check_plan(parsed(plan=plan), Topology(world=8, tp=2, etp=4, ep=2))
+@pytest.mark.parametrize("dispatcher", ["auto", *DISPATCHERS[1:]])
+def test_other_plans_fit_every_topology(dispatcher: str) -> None:
+    check_dispatcher(parsed(dispatcher=dispatcher), Topology(world=8, tp=2, etp=4, ep=2))
 
 
 # Host options
@@ -476,11 +476,11 @@ def test_layout_table() -> None:
         ("etp", "4 (auto: = tp)"),
         ("ep", "2"),
         ("edp", "2"),
-        ("plan", "auto"),
+        ("dispatcher", "auto"),
     ]
 
 
 def test_layout_table_with_a_size_of_its_own() -> None:
-    block = parsed(etp_size=2, plan="replicated")
+    block = parsed(etp_size=2, dispatcher="replicated")
     table = dict(layout_table(resolve(block, world=8, tp=4), block))
-    assert (table["etp"], table["edp"], table["plan"]) == ("2", "4", "replicated")
+    assert (table["etp"], table["edp"], table["dispatcher"]) == ("2", "4", "replicated")

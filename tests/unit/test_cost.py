@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.cases import WIRE_LAYOUTS
 from ds_etp.dispatch.cost import (
-    PLAN_NAMES,
-    choose_plan,
+    DISPATCHER_NAMES,
+    choose_dispatcher,
+    comm_volume,
+    mean_replicated_ep_ranks,
     megatron_rows,
-    near_indices,
+    prob_ep_rank_hit,
     tokens_are_replicated,
-    traffic,
-    wanted,
 )
 from ds_etp.parallel.topology import Topology
 
@@ -30,11 +30,11 @@ def layout(tp: int, ep: int, etp: int) -> Topology:
     return Topology(world, tp=tp, ep=ep, etp=etp)
 
 
-def fits(plan: str, topology: Topology) -> bool:
-    return plan != "replicated" or tokens_are_replicated(topology)
+def fits(dispatcher: str, topology: Topology) -> bool:
+    return dispatcher != "replicated" or tokens_are_replicated(topology)
 
 
-def counted(plan: str, topology: Topology, per_token: int) -> dict[str, float]:
+def counted(dispatcher: str, topology: Topology, per_token: int) -> dict[str, float]:
     """Rows a rank sends by group, per owned token, for tokens with random experts: each row looked at by itself.
 
     A token is followed from its owner to every rank that works on it, and the partial results back.
@@ -54,35 +54,35 @@ def counted(plan: str, topology: Topology, per_token: int) -> dict[str, float]:
 
         for _ in range(tokens):
             aims = {expert // size for expert in rng.sample(range(EXPERTS), per_token)}
-            if plan in ("replicated", "allgather"):
+            if dispatcher in ("replicated", "allgather"):
                 others = block - 1
-                sent["expert_model_parallel"] += others * (2 if plan == "allgather" else 1)
+                sent["expert_model_parallel"] += others * (2 if dispatcher == "allgather" else 1)
                 continue
             for aim in aims:
                 group = [at(aim, lane) for lane in range(etp)]
                 here = set(group) <= holders
-                if plan == "alltoall":
+                if dispatcher == "alltoall":
                     sent["ep"] += (not here and aim != e) + (aim != e)  # out, and one merged row back
                     sent["expt_tp"] += (etp - 1) * (not here) + (etp - 1)
                 else:
                     sent["ep"] += etp * (not here and aim != e) + etp * (aim != e)
-            if plan == "alltoall_gather_first":
+            if dispatcher == "alltoall_etp_first":
                 own = {at(e, lane) for lane in range(etp)}
                 sent["expt_tp"] += (etp - 1) * (not own <= holders) + (etp - 1)
     return {kind: count / world / tokens for kind, count in sent.items()}
 
 
 @pytest.mark.parametrize("per_token", [1, 2, 8])
-@pytest.mark.parametrize("plan", PLAN_NAMES)
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
 @pytest.mark.parametrize("sizes", [*WIRE_LAYOUTS, *OVERLAPPING], ids=str)
-def test_formulas_count_rows(sizes: tuple[int, int, int], plan: str, per_token: int) -> None:
+def test_formulas_count_rows(sizes: tuple[int, int, int], dispatcher: str, per_token: int) -> None:
     topology = layout(*sizes)
     if EXPERTS % topology.ep:
         topology = layout(sizes[0], 2, sizes[2])
-    if not fits(plan, topology):
+    if not fits(dispatcher, topology):
         return
-    formula = traffic(plan, topology, per_token=per_token, experts=EXPERTS).rows
-    rows = counted(plan, topology, per_token)
+    formula = comm_volume(dispatcher, topology, per_token=per_token, experts=EXPERTS).rows
+    rows = counted(dispatcher, topology, per_token)
     for kind, expected in formula.items():
         assert rows.get(kind, 0.0) == pytest.approx(expected, rel=0.02), kind
 
@@ -94,10 +94,10 @@ def test_half_of_megatrons_rows(per_token: int, least: int, how: str) -> None:
     half = 0
     for sizes in WIRE_LAYOUTS:
         topology = layout(*sizes)
-        choice = choose_plan(topology, per_token=per_token)
-        rows = choice.traffic.total
+        choice = choose_dispatcher(topology, per_token=per_token)
+        rows = choice.comm_volume.total
         if how == "counted":
-            rows = sum(counted(choice.plan, topology, per_token).values())
+            rows = sum(counted(choice.dispatcher, topology, per_token).values())
         alltoall, allgather = (megatron_rows(name, topology, per_token) for name in ("alltoall", "allgather"))
         half += rows <= alltoall / 2 + 1e-9
         assert rows <= min(alltoall, allgather) + 1e-9, sizes
@@ -112,18 +112,18 @@ def test_never_above_megatrons_better_dispatcher() -> None:
             for etp in sizes:
                 topology = layout(tp, ep, etp)
                 for per_token in (1, 2, 4, 6, 8):
-                    choice = choose_plan(topology, per_token=per_token)
+                    choice = choose_dispatcher(topology, per_token=per_token)
                     best = min(megatron_rows(name, topology, per_token) for name in ("alltoall", "allgather"))
-                    assert choice.traffic.total <= best + 1e-9, (tp, ep, etp, per_token)
+                    assert choice.comm_volume.total <= best + 1e-9, (tp, ep, etp, per_token)
 
 
 def test_wanted() -> None:
-    assert wanted(None, 2, 4) == 1 - 0.75**2
-    assert wanted(4, 1, 4) == 0.25
-    assert wanted(4, 4, 4) == 1.0  # a token that has all experts goes everywhere
-    assert wanted(8, 2, 4) == pytest.approx(1 - 15 / 28)
-    assert wanted(10**4, 2, 4) == pytest.approx(wanted(None, 2, 4), rel=1e-3)
-    assert wanted(7, 3, 1) == 1.0
+    assert prob_ep_rank_hit(None, 2, 4) == 1 - 0.75**2
+    assert prob_ep_rank_hit(4, 1, 4) == 0.25
+    assert prob_ep_rank_hit(4, 4, 4) == 1.0  # a token that has all experts goes everywhere
+    assert prob_ep_rank_hit(8, 2, 4) == pytest.approx(1 - 15 / 28)
+    assert prob_ep_rank_hit(10**4, 2, 4) == pytest.approx(prob_ep_rank_hit(None, 2, 4), rel=1e-3)
+    assert prob_ep_rank_hit(7, 3, 1) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_wanted() -> None:
     ids=str,
 )
 def test_near_indices(sizes: tuple[int, int, int], near: float) -> None:
-    assert near_indices(layout(*sizes)) == pytest.approx(near)
+    assert mean_replicated_ep_ranks(layout(*sizes)) == pytest.approx(near)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "per_token", "plan"),
+    ("sizes", "per_token", "dispatcher"),
     [
         ((2, 1, 2), 2, "replicated"),
         ((8, 1, 2), 2, "replicated"),
@@ -154,51 +154,51 @@ def test_near_indices(sizes: tuple[int, int, int], near: float) -> None:
         ((1, 8, 1), 2, "alltoall"),
         ((8, 8, 1), 2, "alltoall"),  # tokens are everywhere, but most results are zero and needn't be sent
         ((4, 2, 2), 8, "replicated"),  # here they aren't
-        ((4, 2, 4), 6, "alltoall_gather_first"),  # nearly the same rows, fewer messages
+        ((4, 2, 4), 6, "alltoall_etp_first"),  # nearly the same rows, fewer messages
     ],
     ids=str,
 )
-def test_auto(sizes: tuple[int, int, int], per_token: int, plan: str) -> None:
-    assert choose_plan(layout(*sizes), per_token=per_token).plan == plan
+def test_auto(sizes: tuple[int, int, int], per_token: int, dispatcher: str) -> None:
+    assert choose_dispatcher(layout(*sizes), per_token=per_token).dispatcher == dispatcher
 
 
 def test_equal_batches_save_a_message() -> None:
-    assert choose_plan(Topology(2, ep=2), per_token=8).plan == "alltoall"
-    assert choose_plan(Topology(2, ep=2), per_token=8, equal_batches=True).plan == "allgather"
+    assert choose_dispatcher(Topology(2, ep=2), per_token=8).dispatcher == "alltoall"
+    assert choose_dispatcher(Topology(2, ep=2), per_token=8, equal_batches=True).dispatcher == "allgather"
 
 
 def test_a_slow_network_keeps_rows_inside_nodes() -> None:
     """ep over 2 nodes of 4 ranks: rows over the lanes weigh more, so they are merged before they leave."""
     topology = Topology(8, tp=4, ep=2, etp=4)
-    inside = choose_plan(topology, per_token=6)
-    across = choose_plan(topology, per_token=6, ranks_per_node=4, node_weight=8)
-    assert inside.plan == "alltoall_gather_first"
-    assert across.plan == "alltoall"
-    assert across.traffic.rows["ep"] < inside.traffic.rows["ep"]
-    assert choose_plan(topology, per_token=6, ranks_per_node=8, node_weight=8).plan == inside.plan
-    assert choose_plan(topology, per_token=6, ranks_per_node=4, node_weight=1).plan == inside.plan
+    inside = choose_dispatcher(topology, per_token=6)
+    across = choose_dispatcher(topology, per_token=6, ranks_per_node=4, inter_node_cost=8)
+    assert inside.dispatcher == "alltoall_etp_first"
+    assert across.dispatcher == "alltoall"
+    assert across.comm_volume.rows["ep"] < inside.comm_volume.rows["ep"]
+    assert choose_dispatcher(topology, per_token=6, ranks_per_node=8, inter_node_cost=8).dispatcher == inside.dispatcher
+    assert choose_dispatcher(topology, per_token=6, ranks_per_node=4, inter_node_cost=1).dispatcher == inside.dispatcher
 
 
 def test_a_plan_asked_for_is_taken() -> None:
-    for plan in PLAN_NAMES:
-        assert choose_plan(Topology(4, tp=4, ep=2, etp=2), plan, per_token=2).plan == plan
+    for dispatcher in DISPATCHER_NAMES:
+        assert choose_dispatcher(Topology(4, tp=4, ep=2, etp=2), dispatcher, per_token=2).dispatcher == dispatcher
 
 
 def test_bytes() -> None:
     """What the field sends today, in megabytes a layer: 2,048 tokens on four ranks, hidden 512, fp32."""
     one_row = 2 * 512 * 512 * 4
-    tp2_etp2 = traffic("replicated", Topology(4, tp=2, etp=2), per_token=2, experts=8)
+    tp2_etp2 = comm_volume("replicated", Topology(4, tp=2, etp=2), per_token=2, experts=8)
     assert tp2_etp2.bytes(512, 512, 4) == 2 * one_row  # two all-reduces of two ranks' tokens
     assert tp2_etp2.collectives == 2
-    ep4 = traffic("alltoall", Topology(4, ep=4), per_token=8, experts=32)
+    ep4 = comm_volume("alltoall", Topology(4, ep=4), per_token=8, experts=32)
     assert ep4.bytes(512, 512, 4) < 0.52 * 25.5e6
-    tp2_ep4 = traffic("alltoall", Topology(4, tp=2, ep=4), per_token=2, experts=8)
+    tp2_ep4 = comm_volume("alltoall", Topology(4, tp=2, ep=4), per_token=2, experts=8)
     assert tp2_ep4.bytes(512, 512, 4) < 0.95 * 8.4e6
     assert tp2_ep4.collectives <= 8
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match="'ring' is not a plan: replicated, allgather"):
-        traffic("ring", Topology(1), per_token=1)
+    with pytest.raises(ValueError, match="'ring' is not a dispatcher: replicated, allgather"):
+        comm_volume("ring", Topology(1), per_token=1)
     with pytest.raises(ValueError, match="'flex' is not a dispatcher"):
         megatron_rows("flex", Topology(1), 1)

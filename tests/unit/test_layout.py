@@ -16,7 +16,7 @@ from ds_etp.parallel.topology import Topology
 
 def gate_up(*shape: int) -> ParameterLayout:
     """`[E, 2I, H]`, gate and up one after the other."""
-    return ParameterLayout(shape, dim=1, parts=2)
+    return ParameterLayout(shape, dim=1, fused_chunks=2)
 
 
 def down(*shape: int) -> ParameterLayout:

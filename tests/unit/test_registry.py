@@ -20,7 +20,7 @@ from ds_etp.experts.registry import find_experts, read_layout
 from ds_etp.parallel.topology import Topology
 
 STANDARD = {
-    "gate_up_proj": ParameterLayout((4, 16, 16), dim=1, parts=2),
+    "gate_up_proj": ParameterLayout((4, 16, 16), dim=1, fused_chunks=2),
     "down_proj": ParameterLayout((4, 16, 8), dim=2),
 }
 _DENSE: dict[str, Any] = {
@@ -214,7 +214,7 @@ def test_partitioned_parameters_are_read_by_their_full_shape() -> None:
         (
             "aria_text",  # transposed, gate and up concatenated
             {
-                "gate_up_proj": ParameterLayout((4, 16, 16), dim=2, parts=2),
+                "gate_up_proj": ParameterLayout((4, 16, 16), dim=2, fused_chunks=2),
                 "down_proj": ParameterLayout((4, 8, 16), dim=1),
             },
         ),
@@ -225,14 +225,14 @@ def test_partitioned_parameters_are_read_by_their_full_shape() -> None:
         (
             "llama4_text",
             {
-                "gate_up_proj": ParameterLayout((4, 16, 16), dim=2, parts=2),
+                "gate_up_proj": ParameterLayout((4, 16, 16), dim=2, fused_chunks=2),
                 "down_proj": ParameterLayout((4, 8, 16), dim=1),
             },
         ),
         (
             "longcat_flash",  # rows of identity experts, which no one uses
             {
-                "gate_up_proj": ParameterLayout((6, 16, 16), dim=1, parts=2, experts=(4, 2)),
+                "gate_up_proj": ParameterLayout((6, 16, 16), dim=1, fused_chunks=2, experts=(4, 2)),
                 "down_proj": ParameterLayout((4, 16, 8), dim=2),
             },
         ),
@@ -249,7 +249,7 @@ def test_interleaving_is_found_where_no_flag_says_so() -> None:
     """transformers before 5.8."""
     module = next(iter(find_experts(build("gpt_oss")).values()))
     del module.is_concatenated
-    assert read_layout("experts", module).parameters["gate_up_proj"].parts == 1
+    assert read_layout("experts", module).parameters["gate_up_proj"].fused_chunks == 1
     module = mixtral_experts()
     del module.is_concatenated
     assert read_layout("experts", module).parameters == STANDARD

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ds_etp.experts.blocks import shared_experts_of
-from ds_etp.experts.shared_overlap import Beside, lay_beside
+from ds_etp.experts.blocks import find_shared_experts
+from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
 from tests.models import make_model
 
 
@@ -49,9 +49,9 @@ class _Never(_Block):
 
 
 def test_source_decides() -> None:
-    assert shared_experts_of(_After(), "experts") == "shared"
+    assert find_shared_experts(_After(), "experts") == "shared"
     for kind in (_Before, _Changed, _Sometimes, _Never):
-        assert shared_experts_of(kind(), "experts") == "", kind.__name__
+        assert find_shared_experts(kind(), "experts") == "", kind.__name__
 
 
 def test_families() -> None:
@@ -66,25 +66,25 @@ def test_families() -> None:
         ("mixtral", "layers.0.mlp", ""),
     ):
         block = make_model(family).model.get_submodule(path)
-        assert shared_experts_of(block, "experts") == shared, family
+        assert find_shared_experts(block, "experts") == shared, family
 
 
 def test_an_early_result_is_for_its_input_only() -> None:
     """Whatever a block gives its shared experts, it gets what they make of that."""
     block, wasted = _After(), []
-    beside = Beside(block.shared, lambda: wasted.append(1))
-    lay_beside(block, beside)
+    shared_overlap = SharedExpertOverlap(block.shared, lambda: wasted.append(1))
+    install_overlap(block, shared_overlap)
     assert type(block).__name__ == "_After" and isinstance(block, _After)
     x = torch.randn(3, 2)
     other = torch.randn(3, 2)
-    with beside.call_of_block((x,), {}):
-        assert beside.meanwhile is not None
-        beside.meanwhile()
+    with shared_overlap.call_of_block((x,), {}):
+        assert shared_overlap.overlap_fn is not None
+        shared_overlap.overlap_fn()
         assert torch.equal(block.shared(other), nn.functional.linear(other, block.shared.weight, block.shared.bias))
         assert wasted == [1]
-    with beside.call_of_block((x,), {}):
-        assert beside.meanwhile is not None
-        beside.meanwhile()
-        early = beside._early
+    with shared_overlap.call_of_block((x,), {}):
+        assert shared_overlap.overlap_fn is not None
+        shared_overlap.overlap_fn()
+        early = shared_overlap._early
         assert early is not None and block.shared(x) is early[1]
-    assert wasted == [1] and beside.meanwhile is None
+    assert wasted == [1] and shared_overlap.overlap_fn is None

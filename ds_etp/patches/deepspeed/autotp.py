@@ -22,7 +22,7 @@ from ds_etp.patches.peft.expert_lora import is_peft_model
 _ROUTER_STYLE = "ep_router"
 
 
-def without_experts(plan: dict[str, str], expert_paths: Iterable[str]) -> dict[str, str]:
+def drop_expert_entries(plan: dict[str, str], expert_paths: Iterable[str]) -> dict[str, str]:
     """A plan without the entries that are about experts modules, what is in them, or their routers.
 
     Args:
@@ -48,7 +48,7 @@ def without_experts(plan: dict[str, str], expert_paths: Iterable[str]) -> dict[s
 
 
 @contextmanager
-def plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
+def tp_plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
     """While AutoTP partitions `model`, hides the entries of its experts from it.
 
     A model of PEFT has the plan of the one inside, of which AutoTP would miss what the inner model's class adds,
@@ -62,7 +62,7 @@ def plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[No
             other: dict[str, str] | None = original(asked)
             return other
         plan = original(asked.get_base_model() if is_peft_model(asked) else asked)
-        return without_experts(plan, paths) or None if plan else plan
+        return drop_expert_entries(plan, paths) or None if plan else plan
 
     host._get_hf_tp_plan = filtered
     try:
@@ -88,7 +88,7 @@ def dense_plan(model: Any, expert_paths: Iterable[str]) -> DensePlan:
     """The tensor-parallel plan that AutoTP is shown of a model whose experts are at `expert_paths`."""
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
-    entries = without_experts(host._get_hf_tp_plan(model) or {}, expert_paths)
+    entries = drop_expert_entries(host._get_hf_tp_plan(model) or {}, expert_paths)
 
     def is_refused(style: str) -> bool:
         try:
@@ -105,7 +105,7 @@ _SUMMED = "_ds_grad_allreduce_registered"
 
 
 @contextmanager
-def frozen_left_alone(model: Any) -> Iterator[None]:
+def skip_frozen_grad_hooks(model: Any) -> Iterator[None]:
     """While AutoTP partitions `model`, keeps it from hooking into gradients that frozen parameters don't have.
 
     It sums the gradients of norms over split heads (Qwen3's q_norm and k_norm), and fails where they are frozen,

@@ -13,7 +13,7 @@ from deepspeed.module_inject import layers as host
 from torch import Tensor, nn
 
 
-class OneInput:
+class SharedColumnInput:
     """What the column-split layers of one parent were called with, while that parent's forward runs."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class OneInput:
         return copied
 
 
-class SharingLinearLayer(host.LinearLayer):  # type: ignore[misc]  # DeepSpeed has no types
+class SharedInputColumnLinear(host.LinearLayer):  # type: ignore[misc]  # DeepSpeed has no types
     """A column-split layer with siblings."""
 
     def forward(self, input: Tensor) -> Any:
@@ -56,15 +56,15 @@ class SharingLinearLayer(host.LinearLayer):  # type: ignore[misc]  # DeepSpeed h
             layer.mp_group = group
 
 
-def share_inputs(model: nn.Module) -> None:
+def fuse_column_input_grads(model: nn.Module) -> None:
     """Makes every parent's column-split layers share the messages of their inputs' gradients."""
     for parent in list(model.modules()):
         layers: list[Any] = [child for child in parent.children() if _is_plain(child)]
         if len(layers) < 2:
             continue
-        shared = OneInput()
+        shared = SharedColumnInput()
         for layer in layers:
-            layer.__class__, layer.ds_etp_input = SharingLinearLayer, shared
+            layer.__class__, layer.ds_etp_input = SharedInputColumnLinear, shared
         parent.register_forward_pre_hook(shared.begin)
         parent.register_forward_hook(shared.end, always_call=True)
 

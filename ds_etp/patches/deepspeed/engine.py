@@ -22,7 +22,7 @@ class EngineEvents(Protocol):
     def on_config(self, engine: Any) -> None:
         """The config is parsed; no group is made, no model is touched."""
 
-    def around_tensor_parallel(self, engine: Any, model: Any) -> AbstractContextManager[None]:
+    def wrap_autotp(self, engine: Any, model: Any) -> AbstractContextManager[None]:
         """AutoTP is about to make its groups and split the model; afterwards it has."""
 
     def on_model(self, engine: Any, model: Any) -> None:
@@ -44,7 +44,7 @@ def engine_patches(events: EngineEvents) -> list[MethodPatch]:
     def tensor_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _configure_tensor_parallel(self: Any, model: Any, tp_config: Any) -> Any:
-            with events.around_tensor_parallel(self, model):
+            with events.wrap_autotp(self, model):
                 return original(self, model, tp_config)
 
         return _configure_tensor_parallel

@@ -12,7 +12,7 @@ from ds_etp.checkpoint.states import split_state
 
 
 class OptimizerSlot:
-    """`checkpoint.states.Slot`: `owner` is the tensor that `base` steps, in its param group `place`."""
+    """`checkpoint.states.OptimizerTensor`: `owner` is the tensor that `base` steps, in its param group `place`."""
 
     def __init__(self, base: Any, place: int, owner: Tensor) -> None:
         self.base, self.owner, self._place = base, owner, place
@@ -34,16 +34,16 @@ class OptimizerSlot:
         return split_state(f"param group {self._place}", self.owner, self.state)[0]
 
     def kinds(self) -> dict[str, torch.dtype]:
-        """See `Slot`."""
+        """See `OptimizerTensor`."""
         return {kind: tensor.dtype for kind, tensor in self.tensors().items()}
 
     def scalars(self) -> dict[str, float]:
-        """See `Slot`. FusedAdam has had `step` in the group."""
+        """See `OptimizerTensor`. FusedAdam has had `step` in the group."""
         own = split_state(f"param group {self._place}", self.owner, self.state)[1]
         return {"step": self.group["step"], **own} if self.state and "step" in self.group else own
 
     def set_scalars(self, values: Mapping[str, float]) -> None:
-        """See `Slot`."""
+        """See `OptimizerTensor`."""
         for key, value in values.items():
             current = self.state.get(key)
             if isinstance(current, Tensor):
@@ -54,7 +54,7 @@ class OptimizerSlot:
             self.group["step"] = type(self.group["step"])(values["step"])
 
     def forget(self) -> None:
-        """See `Slot`."""
+        """See `OptimizerTensor`."""
         self.base.state.pop(self.owner, None)
 
     def make(self) -> None:

@@ -22,18 +22,18 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.format import WEIGHT
-from ds_etp.checkpoint.states import EngineStates, Place, Slot
+from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, Place
 from ds_etp.errors import CheckpointError
 from ds_etp.parallel.collectives import all_gather_single
 from ds_etp.patches.deepspeed.optimizer_slots import OptimizerSlot
 
-Cut = Callable[[Tensor], Tensor | None]
+ShardSpec = Callable[[Tensor], Tensor | None]
 
 
-class _Place:
+class ParamState:
     """`checkpoint.states.Place`, for a tensor that is kept whole, or as a part of a flat one."""
 
-    def __init__(self, parameter: Any, slot: OptimizerSlot | None, cut: Cut, device: torch.device) -> None:
+    def __init__(self, parameter: Any, slot: OptimizerSlot | None, cut: ShardSpec, device: torch.device) -> None:
         self.parameter, self.slot, self.cut, self.device = parameter, slot, cut, device
 
     @property
@@ -64,7 +64,7 @@ class _Place:
             self.parameter.data.copy_(shard)
 
 
-class _Fragment(_Place):
+class _Fragment(ParamState):
     """A fragment of a flat partition (ZeRO-1/2, BF16_Optimizer); other ranks of `_dp_group` have the rest."""
 
     def read(self, kind: str, reader: int) -> Tensor | None:
@@ -90,7 +90,7 @@ class _Fragment(_Place):
             part.copy_(shard.reshape(-1).narrow(0, address.start, address.numel))
 
 
-class _Partition(_Place):
+class _Partition(ParamState):
     """ZeRO-3: every rank of the parameter's group has an equal part, the last ones padded."""
 
     @property
@@ -137,8 +137,8 @@ class DeepSpeedStates:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
-        self._slots: list[Slot] = []
-        self._places: dict[int, _Place] = {}
+        self._slots: list[OptimizerTensor] = []
+        self._places: dict[int, ParamState] = {}
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         self.optimizer_class = type(base).__name__ if hasattr(base, "param_groups") else None
         if self.optimizer is None or self.optimizer_class is None:
@@ -169,14 +169,14 @@ class DeepSpeedStates:
         for place, (parameters, owners) in enumerate(zip(groups, masters, strict=True)):
             for parameter, owner in zip(parameters, owners, strict=True):
                 slot = self._slot(base, place, owner)
-                self._places[id(parameter)] = _Place(parameter, slot, lambda tensor: tensor, self.engine.device)
+                self._places[id(parameter)] = ParamState(parameter, slot, lambda tensor: tensor, self.engine.device)
 
     def _find_flats(self, base: Any, groups: Any, masters: Any) -> None:
         for place, (parameters, owner) in enumerate(zip(groups, masters, strict=True)):
             slot, offset = self._slot(base, place, owner), 0
             for parameter in parameters:
                 cut = _narrow(offset, parameter.numel())
-                self._places[id(parameter)] = _Place(parameter, slot, cut, self.engine.device)
+                self._places[id(parameter)] = ParamState(parameter, slot, cut, self.engine.device)
                 offset += parameter.numel()
 
     def _find_fragments(self, optimizer: Any, groups: Any, partitions: Any) -> None:
@@ -204,15 +204,15 @@ class DeepSpeedStates:
         """See `EngineStates`."""
         place = self._places.get(id(parameter))
         if place is None:
-            kind = _Partition if hasattr(parameter, "ds_id") else _Place
+            kind = _Partition if hasattr(parameter, "ds_id") else ParamState
             place = self._places[id(parameter)] = kind(parameter, None, lambda tensor: tensor, self.engine.device)
         return place
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[OptimizerTensor]:
         """See `EngineStates`."""
         return self._slots
 
-    def prepare(self, slots: Iterable[Slot]) -> None:
+    def prepare(self, slots: Iterable[OptimizerTensor]) -> None:
         """See `EngineStates`."""
         for slot in slots:
             assert isinstance(slot, OptimizerSlot)
@@ -261,7 +261,7 @@ class DeepSpeedStates:
                 setattr(scaler, key, value)
 
 
-def _narrow(start: int, size: int) -> Cut:
+def _narrow(start: int, size: int) -> ShardSpec:
     return lambda tensor: tensor.narrow(0, start, size)
 
 

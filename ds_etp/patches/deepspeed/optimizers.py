@@ -18,7 +18,7 @@ from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.zero_params import global_grad_norm, split_optimizer, split_param_groups
 
 
-def give_experts_their_groups(engine: Any) -> None:
+def split_moe_param_groups(engine: Any) -> None:
     """Expert parameters get optimizer groups marked `moe`, whoever makes the optimizer.
 
     DeepSpeed does so only for a plain list of parameters. Groups that a caller passes, and the groups of a
@@ -61,7 +61,7 @@ def _as_list(parameters: Any) -> list[Any]:
     return list(parameters) if not hasattr(parameters, "data") else [parameters]
 
 
-def correct_optimizer(engine: Any, groups: ExpertGroups) -> None:
+def patch_optimizer(engine: Any, groups: ExpertGroups) -> None:
     """Corrects the optimizer that the engine has just built, by what it turned out to be."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -102,7 +102,7 @@ def _count_experts_in_unfused_norm(optimizer: Any, groups: ExpertGroups) -> None
     override(optimizer, "unscale_and_clip_grads", make)
 
 
-def give_true_norm_at_stage_0(engine: Any, groups: ExpertGroups) -> None:
+def fix_stage0_grad_norm(engine: Any, groups: ExpertGroups) -> None:
     """Stage 0 in fp32: clips by the norm of the whole model's gradients, and reports it.
 
     DeepSpeed averages the ranks' norms over the data-parallel group, which is not the norm once experts

@@ -17,13 +17,13 @@ from torch import nn
 
 from ds_etp.config.deepspeed import half_dtype
 from ds_etp.config.dense_rules import check_pipeline
-from ds_etp.dispatch.cost import Choice
+from ds_etp.dispatch.cost import DispatchChoice
 from ds_etp.errors import CheckpointError, ConfigError, config_error
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.loading.unread import unread_modules
-from ds_etp.parallel.consensus import everyone
+from ds_etp.loading.unread import deferred_modules
+from ds_etp.parallel.consensus import all_gather_object
 from ds_etp.parallel.topology import Topology
-from ds_etp.patches.deepspeed.pipeline_autotp import check_plan
+from ds_etp.patches.deepspeed.pipeline_autotp import check_tp_plan
 from ds_etp.patches.versions import check_pipeline_version
 
 
@@ -112,7 +112,7 @@ def _sequence_ranks(engine: Any) -> int:
     return max(int(named), dist.get_world_size(group) if group is not None else 1)
 
 
-def checked_stages(
+def validate_stages(
     engine: Any, module: nn.Module, check: Callable[[], Mapping[str, ExpertsLayout]], tp: int
 ) -> dict[str, ExpertsLayout]:
     """A stage's layouts, once every stage's are known to fit. Collective over the world.
@@ -132,12 +132,12 @@ def checked_stages(
         layouts = check()
         _check_stage(engine, module, layouts)
         if tp > 1:
-            check_plan(module, tp, engine._config._param_dict["tensor_parallel"].get("partition_config") is not None)
+            check_tp_plan(module, tp, engine._config._param_dict["tensor_parallel"].get("partition_config") is not None)
     except Exception as error:
         failure = error
     if engine.local_rank >= 0:
         get_accelerator().set_device(engine.local_rank)  # before AutoTP the engine has not, and NCCL needs it
-    answers = everyone((len(layouts), None if failure is None else str(failure)))
+    answers = all_gather_object((len(layouts), None if failure is None else str(failure)))
     refused = next((said for _, said in answers if said is not None), None)
     if refused is not None:
         raise ConfigError(refused) from failure
@@ -161,7 +161,7 @@ def _check_stage(engine: Any, module: nn.Module, layouts: Mapping[str, ExpertsLa
                 where=path,
                 works="LayerSpec",
             )
-    for path in unread_modules(module):
+    for path in deferred_modules(module):
         raise config_error(
             "PipelineModule",
             type(module).__name__,
@@ -180,14 +180,14 @@ def _check_stage(engine: Any, module: nn.Module, layouts: Mapping[str, ExpertsLa
         )
 
 
-def gathered_choices(choices: list[Choice], topology: Topology) -> list[Choice]:
+def gathered_choices(choices: list[DispatchChoice], topology: Topology) -> list[DispatchChoice]:
     """The plans of every stage's experts modules, in order. Collective over the world."""
     firsts = topology.group_of("pp", 0)
-    answers = everyone(choices if dist.get_rank() in firsts else [])
+    answers = all_gather_object(choices if dist.get_rank() in firsts else [])
     return [choice for rank in firsts for choice in answers[rank]]
 
 
-def forget_grid(engine: Any) -> None:
+def clear_global_mpu(engine: Any) -> None:
     """DeepSpeed keeps a pipeline's grid for the engines to come, which would take its groups for theirs."""
     if engine.mpu is not None and host_groups.mpu is engine.mpu:
         host_groups.mpu = None

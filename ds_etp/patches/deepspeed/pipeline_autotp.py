@@ -34,7 +34,7 @@ _TENSOR = (
 )
 
 
-def check_plan(module: nn.Module, tp: int, has_own_plan: bool) -> None:
+def check_tp_plan(module: nn.Module, tp: int, has_own_plan: bool) -> None:
     """Refuses a pipeline of which it is not known how to split its dense layers.
 
     Args:
@@ -55,7 +55,7 @@ def check_plan(module: nn.Module, tp: int, has_own_plan: bool) -> None:
 
 
 @contextmanager
-def plan_of_layers(module: Any) -> Iterator[None]:
+def tp_plan_from_hf_names(module: Any) -> Iterator[None]:
     """While AutoTP partitions a pipeline's stage, shows it the plan and the config of the layers' own model."""
     original = host._get_hf_tp_plan
     plan = _local_plan(module)
@@ -94,7 +94,7 @@ def _local_plan(module: nn.Module) -> dict[str, str]:
     return plan
 
 
-class _StagedGroups:
+class PipelineTPMpu:
     """An mpu that answers for a pipeline's groups, and for AutoTP's tensor-parallel ones."""
 
     def __init__(self, grid: Any) -> None:
@@ -104,13 +104,13 @@ class _StagedGroups:
         return getattr(host_groups if name in _TENSOR else self._grid, name)
 
 
-def keep_stages(engine: Any, module: Any) -> None:
+def restore_pipeline_mpu(engine: Any, module: Any) -> None:
     """Puts the pipeline's groups back, once AutoTP has split a stage.
 
     Raises:
         ConfigError: AutoTP has replaced a tied layer, of which the pipeline keeps the old one.
     """
-    engine.mpu = _StagedGroups(module.mpu())
+    engine.mpu = PipelineTPMpu(module.mpu())
     _flatten_checked_inputs(engine, module)
     if module.dynamic_shape:
         # DeepSpeed keeps the first batch's shape for what it sends in parts.

@@ -18,15 +18,15 @@ from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.patches.base import override
 
 
-def count_every_stage(engine: Any, groups: ExpertGroups) -> None:
+def fix_pipeline_grad_norm(engine: Any, groups: ExpertGroups) -> None:
     """Corrects the optimizer that the engine has just built. Stage 0 in fp32 has none; see `patches.optimizers`."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        _sum_stages_last(engine.optimizer, groups, engine.device)
+        _reduce_norm_over_pp(engine.optimizer, groups, engine.device)
     elif isinstance(engine.optimizer, BF16_Optimizer):
-        _bring_every_kind(engine.optimizer, groups)
+        _pad_empty_norm_groups(engine.optimizer, groups)
 
 
-def _sum_stages_last(optimizer: Any, groups: ExpertGroups, device: torch.device) -> None:
+def _reduce_norm_over_pp(optimizer: Any, groups: ExpertGroups, device: torch.device) -> None:
     """ZeRO-1: the norm of a stage, then of all of them."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def _sum_stages_last(optimizer: Any, groups: ExpertGroups, device: torch.device)
     override(optimizer, "scaled_global_norm", make)
 
 
-def _bring_every_kind(optimizer: Any, groups: ExpertGroups) -> None:
+def _pad_empty_norm_groups(optimizer: Any, groups: ExpertGroups) -> None:
     """BF16_Optimizer: every stage has gradients to count of both kinds, if only a zero."""
     nothing = [torch.zeros(1, device=group.device) for group in optimizer.bf16_groups_flat[:1]]
     if not optimizer.has_moe_layers:

@@ -18,7 +18,7 @@ from ds_etp.patches.base import override
 from ds_etp.patches.peft.expert_lora import is_peft_model
 
 
-def refuse_shards(model: Any) -> None:
+def refuse_shard_saves(model: Any) -> None:
     """Makes `save_pretrained` of an engine's module raise `CheckpointError` where it would write shards.
 
     Around a model of transformers PEFT has one of its own. The inner one comes out by itself when adapters are

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from ds_etp.errors import config_error
 from ds_etp.parallel.collectives import all_gather_single
-from ds_etp.parallel.process_groups import Peers
+from ds_etp.parallel.process_groups import ProcessGroupInfo
 from ds_etp.patches.base import override
 
-# Peers compute the same thing on the same numbers; kernels that add in any order make the last bits differ.
+# ProcessGroupInfo compute the same thing on the same numbers; kernels that add in any order make the last bits differ.
 # Partial sums over different heads differ in the first.
 _TOLERANCE = 1e-3
 
 
-def check_first_gradients(engine: Any, tp: Peers) -> None:
+def check_first_gradients(engine: Any, tp: ProcessGroupInfo) -> None:
     """Compares the norms of replicated parameters' gradients over the tensor-parallel group, once.
 
     At the first `step()`, before the update, and on every rank alike it raises `ConfigError`.
@@ -66,7 +66,7 @@ def _recorder(norms: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
     return record
 
 
-def _compare(names: list[str], norms: dict[str, Tensor], tp: Peers, device: torch.device) -> None:
+def _compare(names: list[str], norms: dict[str, Tensor], tp: ProcessGroupInfo, device: torch.device) -> None:
     if not names:
         return
     own = torch.stack([norms.get(name, torch.zeros((), device=device)).to(device) for name in names])

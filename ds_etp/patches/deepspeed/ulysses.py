@@ -75,7 +75,7 @@ def _check_groups(size: int, tp: int) -> None:
         )
 
 
-def registered_size() -> int:
+def ulysses_world_size() -> int:
     """Ranks that will share a sequence, where Ulysses was registered before there is an engine; else 1."""
     group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
     return 1 if group is None else int(dist.get_world_size(group))
@@ -111,7 +111,7 @@ def check_sequences(model: Any, topology: Topology) -> None:
     check_sequence_heads(topology, heads, getattr(text, "num_key_value_heads", None) or heads)
 
 
-def average_over_all_ranks(engine: Any) -> None:
+def fix_stage0_grad_scale(engine: Any) -> None:
     """Stage 0: dense gradients are divided by all ranks that they are summed over, as those of experts are."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ def average_over_all_ranks(engine: Any) -> None:
     override(engine, "_reduce_non_expert_gradients", make)
 
 
-def average_in_optimizer(engine: Any) -> None:
+def fix_zero_grad_scale(engine: Any) -> None:
     """Stages 1 to 3: the same in the ZeRO optimizer that the engine has just built.
 
     It reads this number for the divisor, and at stages 1 and 2 for the type to reduce in, which the engine has

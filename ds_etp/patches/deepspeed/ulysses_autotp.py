@@ -8,7 +8,7 @@ of the heads that Ulysses counts on. Here, once AutoTP is done,
 - Ulysses' attention gets the new group and the heads that are left;
 - the engine's mpu answers for both.
 
-Peers must then hold the same part of a sequence: scripts ask for `get_sequence_parallel_rank()` after
+ProcessGroupInfo must then hold the same part of a sequence: scripts ask for `get_sequence_parallel_rank()` after
 `initialize`. Can go when DeepSpeed lays the two out together.
 """
 

@@ -17,7 +17,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 
 
-def give_inputs_gradients(blocks: Iterable[nn.Module]) -> None:
+def require_input_grads(blocks: Iterable[nn.Module]) -> None:
     """Makes the inputs of these blocks ask for a gradient while they are trained as leaf modules.
 
     Before DeepSpeed registers its own hooks, which have to see the input as it is then.

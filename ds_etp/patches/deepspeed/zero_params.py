@@ -15,14 +15,14 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
-from ds_etp.experts.sharded import Shard, adopt
-from ds_etp.parallel.process_groups import ExpertGroups, Peers
+from ds_etp.experts.sharded import Shard, convert_module
+from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
 
 # A group's own fields: these don't follow the group it was split from.
 _OWN_FIELDS = ("params", "name", "moe")
 
 
-def tag(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
+def mark_expert_params(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
     """Marks parameters as expert shards of these groups.
 
     `tensor_model_parallel` is set too: without it ZeRO-1/2 count only tensor-parallel rank 0's experts in
@@ -36,7 +36,7 @@ def tag(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def follow_as_one(modules: Sequence[nn.Module]) -> None:
+def set_zero3_leaf_modules(modules: Sequence[nn.Module]) -> None:
     """Has ZeRO-3 follow each experts module as one, without the activation function inside.
 
     A family's forward calls that once for each expert that got tokens, so ranks would record different traces,
@@ -77,7 +77,7 @@ def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGr
         # ZeRO's parameter methods are closures in reference cycles that keep the old full tensor alive; they
         # must not pile up over the layers.
         gc.collect()
-    adopt(module, shard)
+    convert_module(module, shard)
 
 
 def split_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def split_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return groups
 
 
-class _Following:
+class _SyncHyperparams:
     """Keeps an expert group's hyperparameters at those of the group it was split from.
 
     A learning-rate scheduler made before `initialize` knows only the groups of that time, and would leave
@@ -146,7 +146,7 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)(optimizer._optimizer_step_pre_hooks)
     twin.param_groups = split_param_groups(list(sources))
     pairs = [(owners[id(group["params"][0])], group) for group in twin.param_groups if group.get("moe")]
-    twin.register_step_pre_hook(_Following(optimizer, pairs))
+    twin.register_step_pre_hook(_SyncHyperparams(optimizer, pairs))
     return twin
 
 
@@ -174,16 +174,16 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -
         squares[kind].append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square())
     reference = torch.zeros((), device=parameters[0].device)
     total = _summed(squares["whole"], reference)
-    total = total + _over(groups.expert_model_parallel, _summed(squares["expert"], reference))
-    total = total + _over(groups.tp, _summed(squares["tensor"], reference))
-    return _over(groups.pp, total).sqrt()
+    total = total + _all_reduce(groups.expert_model_parallel, _summed(squares["expert"], reference))
+    total = total + _all_reduce(groups.tp, _summed(squares["tensor"], reference))
+    return _all_reduce(groups.pp, total).sqrt()
 
 
 def _summed(squares: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(squares).sum() if squares else torch.zeros_like(like)
 
 
-def _over(peers: Peers, value: Tensor) -> Tensor:
+def _all_reduce(peers: ProcessGroupInfo, value: Tensor) -> Tensor:
     if peers.size > 1:
         dist.all_reduce(value, group=peers.group)
     return value

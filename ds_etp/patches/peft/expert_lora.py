@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from ds_etp.errors import config_error
 from ds_etp.experts.layout import ExpertsLayout, full_shape
 from ds_etp.experts.sharded import Shard, sharded_modules
-from ds_etp.parallel import autograd as collectives
+from ds_etp.parallel import autograd
 from ds_etp.parallel.collectives import all_gather_single
-from ds_etp.parallel.process_groups import Peers
+from ds_etp.parallel.process_groups import ProcessGroupInfo
 from ds_etp.patches.versions import check_peft_version
 
 _INNER = "base_layer"
@@ -174,7 +174,7 @@ def _adapted_class(sharded: type[nn.Module]) -> type[nn.Module]:
 def _adapted_weights(experts: Any) -> dict[str, Tensor]:
     """This rank's shards of the weights with the active adapters' products, by parameter name."""
     shard: Shard = experts.ds_etp_shard
-    plan: Any = shard.plan
+    dispatcher: Any = shard.dispatcher
     found = [
         (wrapper.parameter_name, *wrapper.get_delta_factors(adapter))
         for wrapper, adapters in experts.ds_etp_active
@@ -183,10 +183,10 @@ def _adapted_weights(experts: Any) -> dict[str, Tensor]:
     if not found:
         return {}
     # Tensor-parallel peers hold the same adapters and use other slices, or the same slices for other tokens.
-    flat = collectives.copy(
-        plan.groups.tp,
+    flat = autograd.copy_to_group(
+        dispatcher.groups.tp,
         *(factor for _, left, right, _ in found for factor in (left, right)),
-        reduce_dtype=plan.reduce_dtype,
+        reduce_dtype=dispatcher.reduce_dtype,
     )
     weights: dict[str, Tensor] = {}
     for place, (name, _, _, scaling) in enumerate(found):
@@ -204,7 +204,7 @@ def _sliced(shard: Shard, name: str, left: Tensor, right: Tensor) -> tuple[Tenso
     assert layout.dim is not None  # biases have no adapters
     factors = {1: left, 2: right}
     cut = layout.shard(factors[layout.dim], topology, shard.ep_index, shard.etp_index)
-    own = {dim: layout.own_experts(factor, topology, shard.ep_index) for dim, factor in factors.items()}
+    own = {dim: layout.local_experts(factor, topology, shard.ep_index) for dim, factor in factors.items()}
     own[layout.dim] = cut
     return own[1], own[2]
 
@@ -254,7 +254,7 @@ def _split_class(wrapper: type[nn.Module]) -> type[nn.Module]:
     return SplitParamWrapper
 
 
-def check_same_adapters(model: nn.Module, tp: Peers, device: torch.device) -> None:
+def check_same_adapters(model: nn.Module, tp: ProcessGroupInfo, device: torch.device) -> None:
     """Compares what tensor-parallel ranks hold whole of the adapters, which PEFT has filled with random numbers.
 
     A difference would go unnoticed: with B zero, the first gradients of A are zero on every rank.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_etp.checkpoint.export import LiveTensors
-from ds_etp.parallel.consensus import from_first, raise_together
+from ds_etp.parallel.consensus import broadcast_object, raise_if_any_failed
 from ds_etp.patches.peft.expert_lora import is_adapted, is_peft_model
 
 
@@ -38,7 +38,7 @@ def save_adapters(model: Any, tensors: LiveTensors, folder: Path, dtype: torch.d
         CheckpointError: they could not be written; on every rank alike.
     """
     state: dict[str, Tensor] = {}
-    for name in from_first(_written(model, tensors)):
+    for name in broadcast_object(_written(model, tensors)):
         tensor = tensors.full(name)
         if tensor is not None:
             state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -48,7 +48,7 @@ def save_adapters(model: Any, tensors: LiveTensors, folder: Path, dtype: torch.d
             model.save_pretrained(folder, state_dict=state)
         except Exception as error:
             failure = error
-    raise_together(f"writing adapters to {folder}", failure)
+    raise_if_any_failed(f"writing adapters to {folder}", failure)
 
 
 def _written(model: Any, tensors: LiveTensors) -> list[str]:

@@ -77,10 +77,10 @@ def refuse_split_model(model: nn.Module) -> None:
 # Implementations that skip an index of num_experts and up where a module says it is expert parallel: rows they didn't
 # compute are zeroed, forward and backward (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the
 # gradient of a gate's bias, and before 5.8 nothing is zeroed.
-_MARKING = ("grouped_mm", "batched_mm")
+_SKIPS_SENTINELS = ("grouped_mm", "batched_mm")
 
 
-def allow_marks(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
+def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
     """Lets an experts module skip experts that are elsewhere, where it is of a kind that can.
 
     Not with one expert a rank: the histogram of grouped_mm would read its range from the device.
@@ -92,6 +92,6 @@ def allow_marks(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
     return True
 
 
-def takes_marks(module: nn.Module) -> bool:
+def skips_sentinels(module: nn.Module) -> bool:
     """Whether an experts module that may skip experts does so under the implementation it has now."""
-    return getattr(module.config, "_experts_implementation", None) in _MARKING
+    return getattr(module.config, "_experts_implementation", None) in _SKIPS_SENTINELS

@@ -20,7 +20,7 @@ from transformers.integrations import deepspeed as zero_config
 from transformers.utils import logging
 
 from ds_etp.errors import CheckpointError
-from ds_etp.loading.lazy import LazyTensor, Leaf
+from ds_etp.loading.lazy import FileTensor, LazyTensor
 from ds_etp.patches.base import MethodPatch
 
 
@@ -32,7 +32,7 @@ def _with_lazy_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs)
         # A slice of safetensors becomes the mapped tensor: no page of it is read before it is looked at.
         given.arguments["state_dict"] = {
-            name: LazyTensor(Leaf(value if isinstance(value, Tensor) else value[...]))
+            name: LazyTensor(FileTensor(value if isinstance(value, Tensor) else value[...]))
             for name, value in given.arguments["state_dict"].items()
         }
         result = original(*given.args, **given.kwargs)
@@ -62,7 +62,7 @@ def _naming_the_file(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def left_in_files() -> Iterator[None]:
+def lazy_state_dict() -> Iterator[None]:
     """Inside, `from_pretrained` makes models whose parameters and persistent buffers are `LazyTensor`s."""
     patches = [
         MethodPatch(modeling_utils, "convert_and_load_state_dict_in_model", _with_lazy_tensors),

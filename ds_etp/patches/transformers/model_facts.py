@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from ds_etp.errors import ConfigError
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.registry import find_experts, read_layout
-from ds_etp.patches.deepspeed.autotp import without_experts
+from ds_etp.patches.deepspeed.autotp import drop_expert_entries
 from ds_etp.patches.deepspeed.ulysses import sequence_obstacle
 from ds_etp.patches.transformers.experts_interface import experts_per_token
 from ds_etp.patches.transformers.meta_models import build_on_meta
-from ds_etp.planner.model import Cut, ModelFacts, Weight
+from ds_etp.planner.model import ModelFacts, ShardSpec, Weight
 
 # Styles of transformers' plans that AutoTP (deepspeed 0.19.8) splits a layer by, and others it takes; a plan that names
 # any other it refuses.
@@ -54,7 +54,7 @@ def count_model(values: Mapping[str, Any], source: str, name: str) -> ModelFacts
     if any(_sizes(layout) != _sizes(first) for layout in layouts.values()):
         raise ConfigError(f"{source}: the experts of its layers differ in size, which the planner has no terms for.")
     text = config.get_text_config()
-    full_plan = without_experts(_plan(model), layouts)
+    full_plan = drop_expert_entries(_plan(model), layouts)
     plan = {pattern: style for pattern, style in full_plan.items() if style in _SPLIT_STYLES}
     widths = _widths(model, layouts, first.hidden_size)
     weights = _weights(model, layouts, plan, text.num_hidden_layers)
@@ -140,7 +140,7 @@ def _weights(
         path, _, own = full_name.rpartition(".")
         number = _layer_of(full_name)
         place = int(number) if number.isdecimal() else -1 if place == -1 else layers
-        cut: Cut = "whole"
+        cut: ShardSpec = "whole"
         if path in layouts:
             cut = "experts" if layouts[path].parameters[own].dim is not None else "expert rows"
         else:
@@ -157,7 +157,7 @@ def _weights(
     )
 
 
-def _by_layer(label: str, elements: int, cut: Cut, multiplied: bool, places: list[int]) -> Iterator[Weight]:
+def _by_layer(label: str, elements: int, cut: ShardSpec, multiplied: bool, places: list[int]) -> Iterator[Weight]:
     """Weights of one size; layers that have as many of them are in one."""
     by_count: dict[int, list[int]] = {}
     for place, count in Counter(places).items():

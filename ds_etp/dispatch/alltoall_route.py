@@ -1,0 +1,192 @@
+"""The way of one all-to-all call out to the experts and back, by its routing plan. Nothing here decides where rows go.
+
+Input rows are this rank's batch (EP first) or that of its expt_tp group (ETP first). Out: gather inputs -> all-to-all
+over ep -> all-gather over expt_tp -> permute. Back, the transpose: unpermute -> reduce-scatter over expt_tp ->
+all-to-all over ep -> all-gather over tp.
+
+Legend: T tokens in this rank's batch, a (row, local expert) assignments, H hidden size, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_etp.dispatch.recv_buffer import RecvBuffer
+from ds_etp.dispatch.routing_table import RoutingPlan
+from ds_etp.parallel.async_ops import AsyncWork, OverlappedOp, completed, start_all_to_all
+from ds_etp.parallel.collectives import (
+    all_gather_padded,
+    all_gather_rows,
+    all_to_all_rows,
+    balanced_splits,
+    pack_columns,
+    reduce_scatter_padded,
+    reduce_scatter_rows,
+    unpack_views,
+)
+from ds_etp.parallel.process_groups import ExpertGroups
+
+
+@dataclass(frozen=True)
+class AllToAllRoute:
+    """One call's way out to the experts and back: the plan, and the assignments that were made of its rows.
+
+    Attributes:
+        groups: the process groups.
+        plan: of this call.
+        rows: `[a]`, the buffer row of each assignment.
+        partial_rows: `[a]`, the partial row it is summed into.
+        k_index: `[a]`, which of its token's K experts it is; None without ep, where a row is one assignment.
+        num_choices: K.
+        reduce_dtype: what partial sums are added up in; None for their own dtype.
+    """
+
+    groups: ExpertGroups
+    plan: RoutingPlan
+    rows: Tensor
+    partial_rows: Tensor
+    k_index: Tensor | None
+    num_choices: int
+    reduce_dtype: torch.dtype | None
+
+    def dispatch(self, tensor: Tensor) -> Tensor:
+        """Tokens `[T, H]`, alike on tensor-parallel peers, to one row per assignment `[a, H]`."""
+        inputs = gather_inputs(self.groups, self.plan.gathers_inputs, self.plan.own_rows, [tensor])
+        return self.permute(exchange(self.groups, self.plan, inputs)[0])
+
+    def permute(self, buffer: Tensor) -> Tensor:
+        """One row per assignment. A row of zeros where there is none.
+
+        A family's forward may lose its graph without rows, and peers would wait for its backward; a row of
+        zeros with weight zero keeps the graph and adds exactly nothing.
+        """
+        if len(self.rows) == 0:
+            return buffer.new_zeros(1, buffer.shape[1])
+        return buffer.index_select(0, self.rows)
+
+    def combine(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The sum over assignments `[a, H]`, by token: `[T, H]`. A second tensor holds weights: `[T, K]`."""
+        back, own = self.reduce(tensors)
+        if self.groups.topology.ep > 1:
+            splits = self.plan.combine_input_splits, self.plan.combine_output_splits
+            back = all_to_all_rows(back, *splits, self.groups.ep)
+        return self.finish(own, back, [tensor.dtype for tensor in tensors])
+
+    def reduce(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Sums of `combine`'s tensors by row: those that go back over ep, and those of own rows."""
+        plan, groups = self.plan, self.groups
+        sums = [self._unpermute(tensor, is_weights=number > 0) for number, tensor in enumerate(tensors)]
+        if plan.reduce_padding is not None:
+            sums = list(reduce_scatter_padded(sums, plan.reduce_padding, groups.expt_tp))
+        rows = plan.num_own_rows
+        if groups.topology.ep == 1:
+            # Without padding, and no views: see `finish`.
+            return [], [total if len(total) == rows else total[:rows].clone() for total in sums]
+        sent = sum(plan.combine_input_splits)
+        back, own = [total[:sent] for total in sums], [total[sent:] for total in sums]
+        if plan.staying_rows is not None:
+            staying = plan.staying_rows
+            parts = [part[: len(staying)] for part in own]
+            own = [part.new_zeros(rows, part.shape[1]).index_add_(0, staying, part) for part in parts]
+        return back, own
+
+    def finish(
+        self, own: Sequence[Tensor], back: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, ...]:
+        """From sums of own rows, and those that came back over ep, to tokens `[T, ...]`."""
+        plan, groups = self.plan, self.groups
+        if groups.topology.ep > 1:  # not in place: they are views, and a function of autograd should return none
+            own = [total.index_add(0, plan.returned_rows, part) for total, part in zip(own, back, strict=True)]
+        if plan.reduce_splits is not None:
+            own = reduce_scatter_rows(own, plan.reduce_splits, groups.expt_tp, None)
+        result = [total.to(dtype) for total, dtype in zip(own, dtypes, strict=True)]
+        return all_gather_rows(result, balanced_splits(plan.tokens, groups.tp.size), groups.tp)
+
+    def _unpermute(self, tensor: Tensor, *, is_weights: bool) -> Tensor:
+        """Assignments `[a, ...]` added up by partial row: `[num_partial_rows, ...]`.
+
+        Sums are made in memory of their own, and packed after that: adding to parts of wider rows is several times
+        slower on a CPU.
+        """
+        tensor = tensor[: len(self.partial_rows)].to(self.reduce_dtype or tensor.dtype)
+        width = self.num_choices if is_weights else tensor.shape[1]
+        total = tensor.new_zeros(self.plan.num_partial_rows, width)
+        if not is_weights:
+            return total.index_add_(0, self.partial_rows, tensor)
+        if self.k_index is None:
+            return total.index_put_((self.partial_rows,), tensor)
+        return total.index_put_((self.partial_rows, self.k_index), tensor[:, 0])
+
+
+def gather_inputs(
+    groups: ExpertGroups, padding: int | None, own_rows: range, tensors: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The input rows: this rank's batch, or the own rows of its expt_tp group, each rank's padded to `padding`."""
+    if padding is None:
+        return tensors
+    message = pack_columns([tensor[own_rows.start : own_rows.stop] for tensor in tensors])
+    return unpack_views(all_gather_padded(message, padding, groups.expt_tp), tensors)
+
+
+def exchange(groups: ExpertGroups, plan: RoutingPlan, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inputs' tensors, and behind each the rows that arrive."""
+    if not plan.sends:
+        return inputs
+    buffer = RecvBuffer(inputs, plan.received)
+    out = buffer.recv if plan.recv_padding is None else None
+    message = buffer.local.index_select(0, plan.send_rows)
+    (message,) = all_to_all_rows([message], plan.input_splits, plan.output_splits, groups.ep, out=out)
+    return _received(groups, plan, buffer, message)
+
+
+def _received(groups: ExpertGroups, plan: RoutingPlan, buffer: RecvBuffer, message: Tensor) -> Sequence[Tensor]:
+    """The buffer's tensors, once what came over ep is in it: this rank's part, or that of its expt_tp group."""
+    if plan.recv_padding is not None:
+        all_gather_padded(message, plan.recv_padding, groups.expt_tp, out=buffer.recv)
+    elif message is not buffer.recv:
+        buffer.recv.copy_(message)
+    return buffer.tensors()
+
+
+class OverlappedCombine(OverlappedOp):
+    """`AllToAllRoute.combine` of one tensor: the message that overlaps is the all-to-all, which may leave a node."""
+
+    def __init__(self, route: AllToAllRoute) -> None:
+        self.route = route
+        self.dtype = torch.float32
+        self.own: Sequence[Tensor] = ()
+        self.inputs: Sequence[Tensor] = ()
+        self.buffer: RecvBuffer | None = None
+
+    def start(self, tensor: Tensor) -> AsyncWork:
+        route, plan = self.route, self.route.plan
+        self.dtype = tensor.dtype
+        back, self.own = route.reduce([tensor])
+        if route.groups.topology.ep == 1:
+            return completed(tensor[:0])
+        return start_all_to_all(back[0], plan.combine_input_splits, plan.combine_output_splits, route.groups.ep)
+
+    def finish(self, tensor: Tensor) -> Tensor:
+        own, self.own = self.own, ()
+        return self.route.finish(own, [tensor], [self.dtype])[0]
+
+    def start_backward(self, grad: Tensor) -> AsyncWork:
+        groups, plan = self.route.groups, self.route.plan
+        self.inputs = gather_inputs(groups, plan.gathers_inputs, plan.own_rows, [grad])
+        if not plan.sends:
+            return completed(grad[:0])
+        self.buffer = RecvBuffer(self.inputs, plan.received)
+        message = self.buffer.local.index_select(0, plan.send_rows)
+        if groups.topology.ep == 1:
+            return completed(message)
+        return start_all_to_all(message, plan.input_splits, plan.output_splits, groups.ep)
+
+    def finish_backward(self, tensor: Tensor) -> Tensor:
+        inputs, buffer, self.inputs, self.buffer = self.inputs, self.buffer, (), None
+        if buffer is not None:
+            inputs = _received(self.route.groups, self.route.plan, buffer, tensor)
+        return self.route.permute(inputs[0])
