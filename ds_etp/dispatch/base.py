@@ -60,7 +60,7 @@ class TokenDispatcher(ABC):
         equal_batches: the config's promise that all ranks bring equally many tokens.
     """
 
-    knows_shapes = False  # whether rows have shapes the host knows, as far as they can be marked
+    knows_shapes = False  # whether rows have shapes the host knows, as far as they can have sentinels
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class TokenDispatcher(ABC):
         handle: Any = None,
         copied: ProcessGroupInfo | None = None,
     ) -> DispatchOutput:
-        """Rows whose assignments are all to local experts, or marked where they aren't; at least one row.
+        """Rows whose assignments are all to local experts, or a sentinel where they aren't; at least one row.
 
         `copied`: peers that all hold these tokens, and among whom gradients are to be summed.
         """

@@ -1,11 +1,11 @@
-"""(token, local expert) pairs, picked from tokens that every peer holds and put back as sums of them all.
+"""permute / unpermute for tokens replicated over a group.
 
-    op              forward                                   backward
-    pick / put      replicated -> the rows this rank picks /  all-reduce / the picked rows
-                    picked rows, summed by token -> total
+    op          forward                                                     backward
+    permute     replicated -> the (token, local expert) rows of this rank   scatter-add and all-reduce
+    unpermute   those rows, summed by token and all-reduced                 gather
 
-Exact transposes, as in `collectives`: `copy` and `all_reduce` with the choice of rows built in, so that rows are
-added up in the message that is sent. Without peers there is none.
+Exact transposes, as in `parallel.autograd`: `copy_to_group` and `reduce_from_group` with the choice of rows built in,
+so that rows are added up in the message that is sent. Without peers there is none.
 
 Legend: T tokens a rank holds, a pairs of this rank, H hidden size, K experts per token.
 """
@@ -86,7 +86,7 @@ def permute(
 def unpermute(
     peers: ProcessGroupInfo | None, row: Tensor, rows: int, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Picked rows `[a, H]` added up at the `row` each belongs to: all `rows` rows, `[T, H]`, on every peer alike.
+    """Permuted rows `[a, H]` added up at the `row` each belongs to: all `rows` rows, `[T, H]`, on every peer alike.
 
     The transpose of `permute`: `all_reduce` of sums that are made where they are sent from.
     """

@@ -1,4 +1,4 @@
-"""What the config block asks of each experts module, beside its sizes."""
+"""Builds the shard of each experts module as the config block asks: dispatcher, sentinels, recompute, overlap."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_shard(
 def enable_shared_expert_overlap(
     model: nn.Module, paths: Iterable[str], warn: Callable[[str], None]
 ) -> dict[str, SharedExpertOverlap]:
-    """Has the shared experts of blocks run while tokens travel, where a block's source says that it may be so.
+    """Installs shared-expert overlap where a decoder block's source says that it may be so.
 
     Args:
         model: not split yet.

@@ -27,7 +27,7 @@ _KNOWN_FLAGS = (*_FLAG_DEFAULTS, "is_concatenated", "_is_expert_parallel")
 
 @dataclass(frozen=True)
 class _Row:
-    """What is known of one class: how its parameters are cut, or why they can't be."""
+    """What is known of one class: how its parameters are sharded, or why they can't be."""
 
     specs: dict[str, ShardSpec]
     adapter: type[Any] | None = None
@@ -67,7 +67,7 @@ def register_layout(
     adapter: type[ShardedExperts] | None = None,
     **old_names: Any,
 ) -> None:
-    """Tells ds_etp how the parameters of an experts class of yours are cut. Call it before `initialize`.
+    """Tells ds_etp how the parameters of an experts class of yours are sharded. Call it before `initialize`.
 
     The class's own forward then runs on shards: with `E / ep` experts, `I / etp` columns each, and expert indices that
     count from 0 on every rank. Its output may have no term that isn't a sum over the I columns, parameters with
@@ -75,7 +75,7 @@ def register_layout(
 
     Args:
         experts_class: the class, or its full name (`package.module.Class`).
-        specs: how each of its parameters `[E, ...]` is cut, by name; all of them.
+        specs: how each of its parameters `[E, ...]` is sharded, by name; all of them.
         adapter: for a class that isn't called as `experts(x [T, H], index [T, K], weights [T, K])`: a subclass of
             `ShardedExperts` whose `forward` takes what it is called with.
 
@@ -85,7 +85,9 @@ def register_layout(
     specs = aliases.argument(specs, "specs", old_names)
     name = experts_class if isinstance(experts_class, str) else _full_name(experts_class)
     if not any(spec.dim is not None for spec in specs.values()):
-        raise UnsupportedExperts(f"register_layout({name!r}): no parameter is cut. Give one a ShardSpec with a dim.")
+        raise UnsupportedExperts(
+            f"register_layout({name!r}): no parameter is sharded. Give one a ShardSpec with a dim."
+        )
     _ROWS[name] = _Row(dict(specs), adapter)
 
 
@@ -159,7 +161,7 @@ def read_layout(path: str, module: nn.Module) -> ExpertsLayout:
 def _advice(module: nn.Module) -> str:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return "ds_etp.fuse_experts makes one module of such experts, with a forward of yours for their block."
-    return "ds_etp.register_layout tells ds_etp how the weights of a class are cut."
+    return "ds_etp.register_layout tells ds_etp how the weights of a class are sharded."
 
 
 def _obstacles(module: nn.Module) -> Iterator[str]:
@@ -208,7 +210,7 @@ def _read(module: nn.Module) -> ExpertsLayout | str:
 
 
 def _flagged_specs(flags: Mapping[str, bool], *, concatenated: bool) -> dict[str, ShardSpec]:
-    """How the parameters are cut that a module with these flags has."""
+    """How the parameters are sharded that a module with these flags has."""
     up = "gate_up_proj" if flags["has_gate"] else "up_proj"
     columns, rows = (2, 1) if flags["is_transposed"] else (1, 2)
     fused_chunks, interleave = (1, 1) if not flags["has_gate"] else (2, 1) if concatenated else (1, 2)

@@ -1,4 +1,4 @@
-"""Rows between peers, without gradients: what `collectives` is made of.
+"""Raw collectives over rows, without autograd: what `autograd` and `async_ops` are made of.
 
 Legend: T tokens a rank holds, t tokens it owns. All tensors are rows: `[rows, ...]`. Several tensors of the
 same rows travel in one message; peers may bring different numbers of rows.

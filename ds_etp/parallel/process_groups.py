@@ -1,4 +1,4 @@
-"""Topology to process groups, each with one owner.
+"""Process groups of the expert path, made of a topology, each with one owner.
 
 An engine owns its `expt_tp` and `ep` groups. DeepSpeed keeps the other two, `expert_model_parallel` and
 `expert_dp`, in a table of its own, keyed by a name that holds only their size (`ep_size_4`). Engines whose
