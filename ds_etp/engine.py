@@ -289,6 +289,11 @@ def register() -> None:
         patch.apply()
 
 
+def is_registered() -> bool:
+    """Whether engines made now read the block."""
+    return all(patch.applied for patch in _PATCHES)
+
+
 def unregister() -> None:
     """Puts DeepSpeed and transformers back. Engines made before keep what they have."""
     for patch in _PATCHES:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ds_etp.activation import request
 from ds_etp.cli.plan import add_plan
 from ds_etp.config.block import ExpertTensorParallelConfig, check_dispatcher, layout_table, parse_block, resolve
 from ds_etp.config.deepspeed import BLOCK, autotp_size, check_host_options, half_dtype, zero_stage
@@ -81,6 +83,10 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     check.set_defaults(run=_check)
 
+    run = commands.add_parser("run", help="run any command with ds_etp registered in all processes it starts")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="such as: -- llamafactory-cli train config.yaml")
+    run.set_defaults(run=_run)
+
     export = commands.add_parser("export", help="write a checkpoint's model as a folder that from_pretrained loads")
     export.add_argument("checkpoint", type=Path, help="folder of a checkpoint, of one of its tags, or of a Trainer's")
     export.add_argument("out", type=Path, help="folder to write")
@@ -116,6 +122,18 @@ def _topology(args: argparse.Namespace) -> int:
         args.svg.write_text(draw_topology(topology, args.per_node), encoding="utf-8")
         console.print(f"drawn: {args.svg}")
     return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Becomes the command: signals, exit code and terminal are its own."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ConfigError("ds-etp run: no command is given. For example: ds-etp run -- accelerate launch train.py")
+    request()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise ConfigError(f"ds-etp run: {command[0]} can't be started: {error.strerror}") from None
 
 
 def _check(args: argparse.Namespace) -> int:
