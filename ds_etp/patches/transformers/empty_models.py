@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ds_etp.checkpoint.export import tied_names
-from ds_etp.checkpoint.format import Stored
+from ds_etp.checkpoint.format import StoredCheckpoint
 from ds_etp.errors import CheckpointError
 
 
-def model_of_checkpoint(stored: Stored, config: Path | None) -> Any:
+def model_of_checkpoint(stored: StoredCheckpoint, config: Path | None) -> Any:
     """The checkpoint's model on the meta device.
 
     Args:

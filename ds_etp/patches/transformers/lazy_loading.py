@@ -20,7 +20,8 @@ from transformers.integrations import deepspeed as zero_config
 from transformers.utils import logging
 
 from ds_etp.errors import CheckpointError
-from ds_etp.loading.lazy import FileTensor, LazyTensor
+from ds_etp.loading.lazy import LazyTensor
+from ds_etp.loading.nodes import FileTensor
 from ds_etp.patches.base import MethodPatch
 
 
