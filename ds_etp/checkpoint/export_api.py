@@ -33,7 +33,7 @@ from ds_etp.patches.deepspeed.pipeline import topology_of
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_shard_saves
 from ds_etp.patches.peft.expert_lora import is_peft_model
 from ds_etp.patches.peft.export import save_adapters, without_empty_wrapper
-from ds_etp.patches.transformers.empty_models import check_names, model_of_checkpoint, model_of_stages
+from ds_etp.patches.transformers.export_models import check_names, model_of_checkpoint, model_of_stages
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 # What a tokenizer or processor consists of, by how transformers names the files.
