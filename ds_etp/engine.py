@@ -26,8 +26,8 @@ from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_optio
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
+from ds_etp.loading.deferred import deferred_modules, is_deferred, with_progress
 from ds_etp.loading.reader import ShardReader
-from ds_etp.loading.unread import deferred_modules, is_deferred, with_progress
 from ds_etp.log import log_table, logger
 from ds_etp.parallel.process_groups import ExpertGroups, check_group_name_free
 from ds_etp.parallel.topology import Topology

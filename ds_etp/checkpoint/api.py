@@ -81,7 +81,7 @@ def save_checkpoint(
         engine={name: int(getattr(engine, name)) for name in _COUNTERS},
         state={"client_state": dict(client_state or {}), **_helpers(engine, lambda helper: helper.state_dict())},
         layout=_layout(engine, topology),
-        extra=_facts(engine),
+        extra=_model_metadata(engine),
         save_latest=save_latest,
         exclude_frozen=exclude_frozen_parameters,
     )
@@ -183,12 +183,12 @@ def _warn_of_partial_step(engine: Any) -> None:
         )
 
 
-def _facts(engine: Any) -> dict[str, Any]:
-    """What a reader without the engine wants to know: export needs the model's config."""
+def _model_metadata(engine: Any) -> dict[str, Any]:
+    """Metadata of the model for readers without the engine: its class, tied names and config, which an export needs."""
     module = engine.module
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     everything = module.named_parameters(remove_duplicate=False)
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "ds_etp": _own_version(),
         "deepspeed": deepspeed.__version__,
         "model_class": type(module).__name__,
@@ -198,10 +198,10 @@ def _facts(engine: Any) -> dict[str, Any]:
         # A pipeline has them under these names, a model of transformers under its own.
         config: Any = getattr(module, name, None) or getattr(module, name.removeprefix("hf_"), None)
         if hasattr(config, "to_json_string"):
-            facts[name] = json.loads(config.to_json_string())
-    if facts.get("hf_config", {}).get("architectures") and engine.pipeline_parallelism:
-        facts["model_class"] = facts["hf_config"]["architectures"][0]
-    return facts
+            metadata[name] = json.loads(config.to_json_string())
+    if metadata.get("hf_config", {}).get("architectures") and engine.pipeline_parallelism:
+        metadata["model_class"] = metadata["hf_config"]["architectures"][0]
+    return metadata
 
 
 def _own_version() -> str:

@@ -1,4 +1,4 @@
-"""Models out of engines and checkpoints, in the format of the hub.
+"""Export of engines and checkpoints to safetensors in the hub's format: `save_pretrained`, consolidated state dicts.
 
 DeepSpeed's own (0.19.5 to 0.19.8) `save_16bit_model` and consolidated state dicts hold one rank's experts
 under the whole model's names, or raise. These take their place on one engine. They can go when DeepSpeed
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ds_etp.checkpoint.export import LiveTensors, StoredTensors, full_state_dict, tied_names, write_weights
-from ds_etp.checkpoint.format import LATEST, Stored
+from ds_etp.checkpoint.format import LATEST, StoredCheckpoint
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS
 from ds_etp.errors import config_error
 from ds_etp.experts.fuse import unfuse
@@ -33,7 +33,7 @@ from ds_etp.patches.deepspeed.pipeline import topology_of
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_shard_saves
 from ds_etp.patches.peft.expert_lora import is_peft_model
 from ds_etp.patches.peft.export import save_adapters, without_empty_wrapper
-from ds_etp.patches.transformers.empty_models import check_names, model_of_checkpoint, model_of_stages
+from ds_etp.patches.transformers.export_models import check_names, model_of_checkpoint, model_of_stages
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 # What a tokenizer or processor consists of, by how transformers names the files.
@@ -44,7 +44,7 @@ _TOKENIZER_FILES = (
 
 
 def hub_tensors(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a transformers model under the hub's names: fused experts taken apart, prefixes put back.
+    """TensorSource of a transformers model under the hub's names: fused experts taken apart, prefixes put back.
 
     The steps that `PreTrainedModel.save_pretrained` (5.0 to 5.24) takes, without its `state_dict()`, its
     collectives and its copies of the whole model.
@@ -237,7 +237,7 @@ def export_checkpoint(
         CheckpointError: the checkpoint is incomplete, damaged or of a model that can't be exported.
     """
     tag = find_tag(checkpoint)
-    with Stored.open(tag) as stored:
+    with StoredCheckpoint.open(tag) as stored:
         model = model_of_checkpoint(stored, config)
         computed = as_dtype(str(model.config.dtype or "float32"))
         assert computed is not None

@@ -1,4 +1,4 @@
-"""What ds_etp would do with a model, without a GPU or a process group: the facts of `ds-etp check --model`."""
+"""`ds-etp check --model`: experts layouts, dispatchers, tp_plan and sizes of a model built on the meta device."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Inspection:
         other_parameters: all others of the whole model.
         local_parameters: expert parameters on one rank, before ZeRO partitions them.
         itemsize: bytes of one weight.
-        stage: the ZeRO stage.
-        dense: what AutoTP is shown; None where attention isn't split, or by a plan of the config's own.
-        choices: the plan of each experts module.
+        zero_stage: of ZeRO, 0 to 3.
+        dense: what AutoTP is shown; None where attention isn't split, or by a partition_config of the config's own.
+        choices: the dispatcher of each experts module.
         notes: what else there is to know, a sentence each.
     """
 
@@ -73,7 +73,7 @@ class Inspection:
     other_parameters: int
     local_parameters: int
     itemsize: int
-    stage: int
+    zero_stage: int
     dense: DensePlan | None
     choices: tuple[DispatchChoice, ...]
     notes: tuple[str, ...]
@@ -122,7 +122,7 @@ def inspect(
         other_parameters=total - whole,
         local_parameters=local,
         itemsize=2 if half else first.element_size(),
-        stage=stage,
+        zero_stage=stage,
         dense=dense,
         choices=tuple(choose_dispatchers(model, layouts, topology, block, ranks_per_node).values()),
         notes=(

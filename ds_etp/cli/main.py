@@ -78,7 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--cp", type=_size, default=1, help="context (Ulysses) parallel size (default 1)")
     check.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
     check.add_argument("--model", help="also check this model: a folder with config.json, that file, or a hub id")
-    check.add_argument("--gpus-per-node", type=_size, help="with --model, for the choice of a plan (default: one node)")
+    check.add_argument(
+        "--gpus-per-node", type=_size, help="with --model, for the choice of a dispatcher (default: one node)"
+    )
     check.add_argument("--experts-implementation", help="what the model is loaded with (default: transformers' choice)")
     check.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     check.set_defaults(run=_check)
@@ -110,7 +112,8 @@ def _topology(args: argparse.Namespace) -> int:
     block = ExpertTensorParallelConfig(etp_size="auto" if args.etp is None else args.etp, ep_size=args.ep)
     topology = resolve(block, world=args.world, tp=args.tp, cp=args.cp, pp=args.pp)
     console = Console(highlight=False)
-    console.print(_table("Layout", ("size", "value"), layout_table(topology, block)[:-1]))  # no plan without a config
+    layout = layout_table(topology, block)[:-1]  # no dispatcher without a config
+    console.print(_table("Layout", ("size", "value"), layout))
     places = {kind: _places(topology, kind) for _, kind in AXES}
     rows = [(str(rank), *(str(places[kind][rank]) for _, kind in AXES)) for rank in range(topology.world)]
     console.print(_table("Ranks", ("rank", *(name for name, _ in AXES)), rows))
@@ -176,7 +179,7 @@ def _check_model(
         implementation=args.experts_implementation,
     )
     console = console_for_tables(WIDTH)
-    # The last row of the layout is the plan as asked for; here it is the one that is taken.
+    # The last row of the layout is the dispatcher as asked for; here it is the one that is taken.
     layout = [*layout_table(topology, block)[:-1], *dispatcher_rows(facts.choices, block)]
     for part in (_table("Layout", ("size", "value"), layout), *report(facts, topology)):
         console.print(part)

@@ -11,7 +11,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_etp.errors import ConfigError, config_error
-from ds_etp.loading.unread import deferred_modules
+from ds_etp.loading.deferred import deferred_modules
 from ds_etp.patches.transformers.router_outputs import router_modules
 from ds_etp.pipeline.batches import CausalLoss, check_names
 from ds_etp.pipeline.check import check_pieces

@@ -20,7 +20,7 @@ from ds_etp.config.dense_rules import check_pipeline
 from ds_etp.dispatch.cost import DispatchChoice
 from ds_etp.errors import CheckpointError, ConfigError, config_error
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.loading.unread import deferred_modules
+from ds_etp.loading.deferred import deferred_modules
 from ds_etp.parallel.consensus import all_gather_object
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.deepspeed.pipeline_autotp import check_tp_plan

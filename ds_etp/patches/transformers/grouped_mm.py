@@ -1,9 +1,9 @@
 """transformers' grouped experts forward, for rows that are in the order of their experts already.
 
 The family's own sorts (row, expert) pairs, multiplies expert by expert, and puts results back in order: several
-copies of all pairs, forward and backward. Plans copy each pair once, into that order, and sum results by row, whatever
-their order is. The multiplications are transformers' own (as called here from 5.8 to 5.24; with 5.0's, whose arguments
-are in another order, the family's own forward runs), and so is what lies between them.
+copies of all pairs, forward and backward. Dispatchers copy each pair once, into that order, and sum results by row,
+whatever their order is. The multiplications are transformers' own (as called here from 5.8 to 5.24; with 5.0's, whose
+arguments are in another order, the family's own forward runs), and so is what lies between them.
 """
 
 from __future__ import annotations
