@@ -14,8 +14,6 @@ import torch.distributed as dist
 from deepspeed.utils import groups as host_groups
 from torch import nn
 
-from ds_etp.checkpoint.api import install_checkpoints
-from ds_etp.checkpoint.export_api import install_exports
 from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.deepspeed import check_host_options, half_dtype
@@ -39,8 +37,8 @@ from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
 from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
 from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
 from ds_etp.patches.deepspeed.engine import engine_patches
+from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install_exports
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
-from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
 from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
 from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
@@ -80,7 +78,7 @@ class Extension:
 
 
 class _Events:
-    """The moments of `patches.engine.EngineEvents`. Without our block each does nothing."""
+    """The moments of `patches.deepspeed.engine.EngineEvents`. Without our block each does nothing."""
 
     def on_config(self, engine: Any) -> None:
         """Parses and checks everything that needs no model."""
@@ -154,6 +152,19 @@ class _Events:
         _log(extension)
         for sentence in filter(None, (warning, *ineffective_options(model, extension.block))):
             _warn(sentence)
+
+    def optimizer_arguments(self, engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
+        """Puts the experts into param groups of their own."""
+        if _extension(engine) is None:
+            return client_optimizer, model_parameters
+        return optimizers.split_moe_param_groups(engine, client_optimizer, model_parameters)
+
+    def on_optimizer(self, engine: Any) -> None:
+        """Corrects what DeepSpeed's optimizers get wrong of parameters that differ between ranks."""
+        extension = _extension(engine)
+        if extension is not None:
+            assert extension.groups is not None  # since `on_model`
+            optimizers.patch_optimizer(engine, extension.groups)
 
 
 def _extension(engine: Any) -> Extension | None:
@@ -244,18 +255,10 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_checkpoints(engine)
     install_exports(engine, model)
     install_get_state_dict()
-    optimizers.split_moe_param_groups(engine)
-    overrides.after_optimizer(engine, lambda: optimizers.patch_optimizer(engine, groups))
-    stage = int(engine.zero_optimization_stage())
-    if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
-        optimizers.fix_stage0_grad_norm(engine, groups)
-    if groups.topology.pp > 1:
-        overrides.after_optimizer(engine, lambda: fix_pipeline_grad_norm(engine, groups))
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
-        overrides.after_optimizer(engine, lambda: sequence.fix_zero_grad_scale(engine))
     check_first_gradients(engine, groups.tp)
-    if stage == 3 or not tokens_are_replicated(groups.topology):
+    if engine.zero_optimization_stage() == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 
 

@@ -24,24 +24,10 @@ from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
 from ds_etp.parallel.consensus import broadcast_object, raise_on_all_ranks
 from ds_etp.parallel.topology import Topology
-from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-
-
-def install_checkpoints(engine: Any) -> None:
-    """Gives an engine these methods in place of DeepSpeed's."""
-
-    def saver(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: save_checkpoint(engine, *args, **kwargs)
-
-    def loader(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: load_checkpoint(engine, *args, **kwargs)
-
-    override(engine, "save_checkpoint", saver)
-    override(engine, "load_checkpoint", loader)
 
 
 def save_checkpoint(

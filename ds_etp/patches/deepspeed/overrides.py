@@ -30,17 +30,3 @@ def on_destroy(engine: Any, release: Callable[[], None]) -> None:
         return destroy
 
     override(engine, "destroy", make)
-
-
-def after_optimizer(engine: Any, correct: Callable[[], None]) -> None:
-    """Calls `correct` once the engine has built its optimizer."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _configure_optimizer(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            correct()
-            return result
-
-        return _configure_optimizer
-
-    override(engine, "_configure_optimizer", make)
