@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups as host_groups
 from torch import nn
 
 from ds_etp.config import block as block_config
@@ -36,7 +35,7 @@ from ds_etp.patches.deepspeed import ulysses as sequence
 from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
 from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
 from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
-from ds_etp.patches.deepspeed.engine import engine_patches
+from ds_etp.patches.deepspeed.engine import engine_patches, raw_config
 from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install_exports
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
@@ -82,7 +81,7 @@ class _Events:
 
     def on_config(self, engine: Any) -> None:
         """Parses and checks everything that needs no model."""
-        raw = engine._config._param_dict
+        raw = raw_config(engine)
         block = block_config.parse_block(raw)
         if block is None:
             return
@@ -91,7 +90,7 @@ class _Events:
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
         pp = stage_count(engine)
-        cp = _context_size(engine)
+        cp = sequence.context_parallel_size(engine)
         check_sequence_version(cp)
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
@@ -143,7 +142,7 @@ class _Events:
         unaligned, warning = misaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
         for path in unaligned:
             run_eagerly(model.get_submodule(path))
-        reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
+        reader = ShardReader(engine, groups.zero_group)
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = bool(extension.layouts)
@@ -173,21 +172,6 @@ def _extension(engine: Any) -> Extension | None:
     return extension
 
 
-def _context_size(engine: Any) -> int:
-    """cp; refuses an mpu of the caller's."""
-    if engine.pipeline_parallelism:
-        return 1
-    cp = sequence.sequence_parallel_size(engine)
-    if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
-        raise config_error(
-            "mpu",
-            type(engine.mpu).__name__,
-            "is an mpu of its own",
-            works="tensor_parallel.autotp_size in the config, and no mpu",
-        )
-    return cp
-
-
 def _refuse_deferred(model: nn.Module) -> None:
     for path in deferred_modules(model):
         raise config_error(
@@ -202,7 +186,7 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
     if extension.checked:
         return
-    raw, topology = engine._config._param_dict, extension.topology
+    raw, topology = raw_config(engine), extension.topology
     check = partial(checked_layouts, model, topology, raw)
     if engine.pipeline_parallelism:
         extension.layouts = validate_stages(engine, model, partial(check, is_stage=True), topology.tp)
@@ -234,7 +218,7 @@ def _shard_model(
         )
         mark_expert_params(module.parameters(), groups)
         if is_partitioned(module):
-            shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
+            shard_partitioned(module, shard, groups.zero_group)
         elif is_deferred(module):
             reader.read(module, shard)
         else:
@@ -248,9 +232,7 @@ def _shard_model(
 
 
 def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
-    from deepspeed import set_optimizer_flags
-
-    set_optimizer_flags(engine._config, model)  # Muon looks at shapes, which have changed
+    overrides.refresh_optimizer_flags(engine, model)
     overrides.allow_zero3_experts(engine)
     install_checkpoints(engine)
     install_exports(engine, model)

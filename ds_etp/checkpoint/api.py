@@ -15,7 +15,6 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.utils import groups as host_groups
 
 from ds_etp.checkpoint.format import INDEX, LATEST
 from ds_etp.checkpoint.load import LoadRequest, load
@@ -26,6 +25,7 @@ from ds_etp.parallel.consensus import broadcast_object, raise_on_all_ranks
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
+from ds_etp.patches.deepspeed.ulysses import deepspeed_sequence_size
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -148,7 +148,7 @@ def _latest_tag(directory: Path) -> str | None:
 
 
 def _topology(engine: Any) -> Topology:
-    if "ds_etp" not in vars(engine) and host_groups._get_sequence_parallel_world_size() > 1:
+    if "ds_etp" not in vars(engine) and deepspeed_sequence_size() > 1:
         raise CheckpointError("ds_etp saves and loads engines with data, tensor and pipeline parallelism only")
     return topology_of(engine)
 

@@ -30,7 +30,12 @@ from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
 from ds_etp.patches.peft.expert_lora import is_peft_model
 from ds_etp.patches.peft.export import save_adapters, without_empty_wrapper
-from ds_etp.patches.transformers.empty_models import check_names, model_of_checkpoint, model_of_stages
+from ds_etp.patches.transformers.empty_models import (
+    check_names,
+    model_of_checkpoint,
+    model_of_stages,
+    names_ignored_on_save,
+)
 
 # What a tokenizer or processor consists of, by how transformers names the files.
 _TOKENIZER_FILES = (
@@ -48,7 +53,7 @@ def hub_tensors(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     state = unfuse(model, state)
     if not isinstance(model, PreTrainedModel):
         return state
-    ignored = model._keys_to_ignore_on_save or ()
+    ignored = names_ignored_on_save(model)
     converted: dict[str, Tensor] = revert_weight_conversion(
         model, {name: tensor for name, tensor in state.items() if name not in ignored}
     )

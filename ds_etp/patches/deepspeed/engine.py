@@ -16,6 +16,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_etp.patches.base import MethodPatch
 
 
+def raw_config(engine: Any) -> dict[str, Any]:
+    """The engine's config as it was given, blocks that DeepSpeed doesn't know included (0.19.5 to 0.19.8)."""
+    raw: dict[str, Any] = engine._config._param_dict
+    return raw
+
+
 class EngineEvents(Protocol):
     """What an extension does at each of the moments. Each must do nothing without the extension's block."""
 

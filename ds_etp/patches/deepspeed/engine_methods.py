@@ -17,6 +17,7 @@ from ds_etp.checkpoint.export_api import consolidated_state_dict, write_model
 from ds_etp.checkpoint.hub import WEIGHTS
 from ds_etp.log import logger
 from ds_etp.patches.base import override
+from ds_etp.patches.deepspeed.engine import raw_config
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_shard_saves
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -39,7 +40,7 @@ def install_checkpoints(engine: Any) -> None:
 
 def install_exports(engine: Any, model: nn.Module) -> None:
     """Makes one engine's export methods write the whole model."""
-    wanted = engine._config._param_dict.get("zero_optimization", {}).get(_GATHER)
+    wanted = raw_config(engine).get("zero_optimization", {}).get(_GATHER)
     # DeepSpeed's default is off, since gathering is slow and needs memory for all on rank 0. Then Trainer writes
     # a checkpoint instead of a model. Ours goes one tensor at a time, so only an explicit false turns it off.
     gather = wanted is not False or engine.zero_optimization_stage() != 3

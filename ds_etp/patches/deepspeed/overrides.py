@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed import set_optimizer_flags
+from torch import nn
+
 from ds_etp.patches.base import override
+
+
+def refresh_optimizer_flags(engine: Any, model: nn.Module) -> None:
+    """Has Muon look at the parameters' shapes anew, which sharding has changed."""
+    set_optimizer_flags(engine._config, model)
 
 
 def allow_zero3_experts(engine: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from ds_etp.errors import config_error
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.parallel.topology import Topology
+from ds_etp.patches.transformers.experts_flags import experts_implementation
 
 # What torch's grouped matrix multiply wants rows of an expert's weights to be a multiple of, in bytes.
 GROUPED_MM_ALIGNMENT = 16
@@ -27,7 +28,7 @@ def is_aligned(module: nn.Module, layout: ExpertsLayout, topology: Topology, ite
         topology: what it is split by.
         itemsize: bytes of one weight while training.
     """
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    implementation = experts_implementation(module)
 
     def fits(columns: int) -> bool:
         return columns * itemsize % GROUPED_MM_ALIGNMENT == 0
@@ -94,4 +95,4 @@ def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> 
 
 def skips_sentinels(module: nn.Module) -> bool:
     """Whether an experts module that may skip experts does so under the implementation it has now."""
-    return getattr(module.config, "_experts_implementation", None) in _SKIPS_SENTINELS
+    return experts_implementation(module) in _SKIPS_SENTINELS
