@@ -15,7 +15,6 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.utils import groups as host_groups
 
 from ds_etp.checkpoint.format import INDEX, LATEST
 from ds_etp.checkpoint.load import LoadRequest, load
@@ -24,24 +23,11 @@ from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
 from ds_etp.parallel.consensus import broadcast_object, raise_on_all_ranks
 from ds_etp.parallel.topology import Topology
-from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
+from ds_etp.patches.deepspeed.ulysses import deepspeed_sequence_size
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-
-
-def install_checkpoints(engine: Any) -> None:
-    """Gives an engine these methods in place of DeepSpeed's."""
-
-    def saver(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: save_checkpoint(engine, *args, **kwargs)
-
-    def loader(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: load_checkpoint(engine, *args, **kwargs)
-
-    override(engine, "save_checkpoint", saver)
-    override(engine, "load_checkpoint", loader)
 
 
 def save_checkpoint(
@@ -162,7 +148,7 @@ def _latest_tag(directory: Path) -> str | None:
 
 
 def _topology(engine: Any) -> Topology:
-    if "ds_etp" not in vars(engine) and host_groups._get_sequence_parallel_world_size() > 1:
+    if "ds_etp" not in vars(engine) and deepspeed_sequence_size() > 1:
         raise CheckpointError("ds_etp saves and loads engines with data, tensor and pipeline parallelism only")
     return topology_of(engine)
 

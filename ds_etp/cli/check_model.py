@@ -19,9 +19,9 @@ from ds_etp.errors import config_error
 from ds_etp.experts.build import misaligned_shards
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.experts.registry import is_decorated
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.deepspeed.autotp import DensePlan, dense_plan
+from ds_etp.patches.transformers.experts_flags import experts_implementation, is_decorated
 from ds_etp.patches.transformers.experts_interface import PER_TOKEN_NAMES
 from ds_etp.patches.transformers.meta_models import build_on_meta, read_config
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
@@ -165,7 +165,7 @@ def _groups(model: Any, layouts: Mapping[str, ExpertsLayout], topology: Topology
         module = model.get_submodule(path)
         config = getattr(module, "config", None)
         # Where a class isn't decorated the config may have a choice all the same, and it is without effect.
-        kernel = str(getattr(config, "_experts_implementation", None) or "eager") if is_decorated(module) else "own"
+        kernel = experts_implementation(module) or "eager" if is_decorated(module) else "own"
         top_k = _top_k(config) or _top_k(model.config.get_text_config()) or _top_k(model.config) or "-"
         shapes = tuple((name, parameter) for name, parameter in layout.parameters.items())
         key = (re.sub(r"\.\d+\.", ".*.", path, count=1), type(module).__name__, kernel, top_k, shapes)

@@ -19,6 +19,7 @@ from ds_etp.experts.adapters import ExpertMajorRows, IdentityExperts
 from ds_etp.experts.layout import ExpertsLayout, ParameterLayout, ShardSpec, UnsupportedExperts, apply_specs
 from ds_etp.experts.sharded import ShardedExperts
 from ds_etp.parallel.topology import Topology
+from ds_etp.patches.transformers.experts_flags import apply_gate, is_decorated, is_split_by_transformers
 
 # What `use_experts_implementation` says where a transformers release doesn't have the flag yet: what all modules were.
 _FLAG_DEFAULTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
@@ -130,11 +131,6 @@ def _looks_like_experts(path: str, module: nn.Module) -> bool:
     return named_so and next(module.parameters(), None) is not None
 
 
-def is_decorated(module: nn.Module) -> bool:
-    """Whether a module takes part in transformers' choice of an experts implementation."""
-    return hasattr(type(module), "_apply_gate") and "has_bias" in vars(module)
-
-
 def read_layout(path: str, module: nn.Module) -> ExpertsLayout:
     """The layout of an experts module.
 
@@ -183,7 +179,7 @@ def _obstacles(module: nn.Module) -> Iterator[str]:
         return
     if getattr(module, "has_post_expert_norm", False):
         yield "a norm follows each expert's down projection, and the norm of a part is not the part of a norm"
-    if getattr(module, "_is_expert_parallel", False):
+    if is_split_by_transformers(module):
         yield "transformers has split its experts already"
     for name, value in vars(module).items():
         if isinstance(value, bool) and name.startswith(("has_", "is_")) and name not in _KNOWN_FLAGS:
@@ -230,11 +226,11 @@ def _gate_fault(module: Any, intermediate_size: int, concatenated: bool) -> str:
     layout, halves = ParameterLayout((4, 2 * columns), dim=1, fused_chunks=2 if concatenated else 1), Topology(2, etp=2)
     try:
         with torch.no_grad():
-            whole = module._apply_gate(gate_up)
+            whole = apply_gate(module, gate_up)
             for half in range(2):
                 own = layout.shard(gate_up, halves, 0, half)
                 # Vectorized functions round the ends of rows in another way than their middle.
-                if not torch.allclose(module._apply_gate(own), whole.chunk(2, -1)[half], rtol=1e-4, atol=1e-5):
+                if not torch.allclose(apply_gate(module, own), whole.chunk(2, -1)[half], rtol=1e-4, atol=1e-5):
                     return "its gate function (_apply_gate) gives something else on a part of the columns"
     except Exception as error:
         return f"its gate function (_apply_gate) doesn't run on a part of the columns ({error})"

@@ -88,6 +88,7 @@ class ExpertGroups:
         topology: the sizes the groups were made from.
         name: the name of the entry in DeepSpeed's table.
         expt_tp, ep, expert_model_parallel, expert_dp, tp, pp: peers along each axis.
+        zero_group: the process group of `expert_dp`, over which ZeRO partitions; also where this process is alone.
 
     Args:
         topology: the sizes.
@@ -102,6 +103,7 @@ class ExpertGroups:
         entry = self._register_with_deepspeed()
         self.expert_model_parallel = self._peers("expert_model_parallel", rank, entry.model_parallel)
         self.expert_dp = self._peers("expert_dp", rank, entry.data_parallel)
+        self.zero_group = entry.data_parallel
         self.expt_tp = self._private_peers("expt_tp", rank)
         self.ep = self._private_peers("ep", rank)
         attention = host.get_tensor_model_parallel_group() if topology.tp > 1 else None

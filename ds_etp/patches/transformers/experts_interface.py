@@ -11,6 +11,7 @@ from ds_etp.config.grouped_mm import keeps_alignment
 from ds_etp.errors import config_error
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.parallel.topology import Topology
+from ds_etp.patches.transformers.experts_flags import experts_implementation
 
 
 def is_aligned(module: nn.Module, layout: ExpertsLayout, topology: Topology, itemsize: int) -> bool:
@@ -22,7 +23,7 @@ def is_aligned(module: nn.Module, layout: ExpertsLayout, topology: Topology, ite
         topology: what it is split by.
         itemsize: bytes of one weight while training.
     """
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    implementation = experts_implementation(module)
     return implementation != "grouped_mm" or keeps_alignment(layout.intermediate_size, topology.etp, itemsize)
 
 
@@ -84,4 +85,4 @@ def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> 
 
 def skips_sentinels(module: nn.Module) -> bool:
     """Whether an experts module that may skip experts does so under the implementation it has now."""
-    return getattr(module.config, "_experts_implementation", None) in _SKIPS_SENTINELS
+    return experts_implementation(module) in _SKIPS_SENTINELS

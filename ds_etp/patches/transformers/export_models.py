@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ds_etp.checkpoint.export import tied_names
 from ds_etp.checkpoint.format import StoredCheckpoint
@@ -74,6 +74,11 @@ def _build(config: Any, class_name: str, generation: Mapping[str, Any] | None) -
     if generation and model.can_generate():
         model.generation_config = GenerationConfig.from_dict(generation)
     return model
+
+
+def names_ignored_on_save(model: PreTrainedModel) -> Collection[str]:
+    """Tensors that `save_pretrained` leaves out, by what the model's class says (5.0 to 5.24)."""
+    return model._keys_to_ignore_on_save or ()
 
 
 def check_names(model: nn.Module, stored: set[str], where: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from ds_etp.experts.sharded import ShardedExperts
+from ds_etp.patches.transformers.experts_flags import experts_implementation
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ARGUMENTS = ["input", "weight", "offs", "bias", "is_transposed"]
@@ -51,7 +52,7 @@ def sorted_forward(module: nn.Module) -> Forward | None:
 
     None where the module would not run transformers' own `grouped_mm` now, or does something of its own beside it.
     """
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    implementation = experts_implementation(module)
     linear: Any = getattr(moe, "_grouped_linear", None)
     if (
         implementation != "grouped_mm"
