@@ -1,4 +1,4 @@
-"""transformers' grouped experts forward, for rows that are in the order of their experts already.
+"""transformers' `grouped_mm` experts forward, for rows that are already sorted by expert.
 
 The family's own sorts (row, expert) pairs, multiplies expert by expert, and puts results back in order: several
 copies of all pairs, forward and backward. Dispatchers copy each pair once, into that order, and sum results by row,
