@@ -43,6 +43,7 @@ from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices
 from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
 from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
+from ds_etp.patches.deepspeed.whole_parameters import install_whole_parameters
 from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
 from ds_etp.patches.deepspeed.zero_params import (
     is_partitioned,
@@ -244,6 +245,7 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_checkpoints(engine)
     install_exports(engine, model)
     install_get_state_dict()
+    install_whole_parameters(engine, model, groups)
     optimizers.split_moe_param_groups(engine)
     overrides.after_optimizer(engine, lambda: optimizers.patch_optimizer(engine, groups))
     stage = int(engine.zero_optimization_stage())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,67 @@ def full_parameters(
         CheckpointError: ranks gave different arguments, AutoTP has split a parameter in a way that it doesn't describe,
             or PEFT cannot merge an adapter; on every rank alike.
     """
+    return reader_of(engine, to_rank=to_rank, merge_adapters=merge_adapters, dtype=dtype, names=names).items()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reading that is set up on all ranks.
+
+    Attributes:
+        tensors: the model's.
+        steps: what comes out, in order.
+        specs: type and shape of each item, by name.
+        to_rank: the rank that gets tensors; None for all.
+    """
+
+    tensors: LiveTensors
+    steps: list[MergeStep]
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    to_rank: int | None
+
+    def items(self) -> Iterator[tuple[str, Tensor | None]]:
+        """See `full_parameters`."""
+        tensors, root = self.tensors, self.to_rank or 0
+        for step in self.steps:
+            found = {name: tensors.full(name) for name in (*step.outputs, *step.adapters)}
+            if step.wrappers:
+                _merge_on(root, step, found)
+            for source, name in step.outputs.items():
+                tensor = found.pop(source)
+                if name not in self.specs:
+                    continue
+                dtype, shape = self.specs[name]
+                if tensor is not None:
+                    tensor = tensor.to(dtype)
+                if self.to_rank is None:
+                    if tensor is None:
+                        tensor = torch.empty(shape, dtype=dtype, device=tensors.device)
+                    dist.broadcast(tensor, src=root)
+                yield name, tensor
+                # Not to hold it while the next one is gathered.
+                del tensor
+
+
+def _merge_on(root: int, step: MergeStep, found: dict[str, Tensor | None]) -> None:
+    failure: Exception | None = None
+    if dist.get_rank() == root:
+        try:
+            merge(step, found)
+        except Exception as error:
+            failure = error
+    raise_if_any_failed(f"merging the adapters of {', '.join(step.outputs.values())}", failure)
+
+
+def reader_of(
+    engine: Any,
+    *,
+    to_rank: int | None = None,
+    merge_adapters: bool = False,
+    dtype: torch.dtype | str | None = None,
+    names: Iterable[str] | None = None,
+) -> Reader:
+    """What `full_parameters` runs through, with the shapes of all items. Collective; the same arguments and errors."""
     target = as_dtype(dtype)
     check_rank("to_rank", to_rank)
     check_own_experts(engine)
@@ -84,38 +146,11 @@ def full_parameters(
     given = {"to_rank": to_rank, "merge_adapters": merge_adapters, "dtype": target, "names": listed}
     assert_same_on_all_ranks("reading the parameters of an engine", str(given))
     chosen = [step for step in steps if wanted.intersection(step.outputs.values())]
-    return _items(tensors, chosen, wanted, root, to_rank, target)
-
-
-def _items(
-    tensors: LiveTensors,
-    steps: list[MergeStep],
-    wanted: set[str],
-    root: int,
-    to_rank: int | None,
-    dtype: torch.dtype | None,
-) -> Iterator[tuple[str, Tensor | None]]:
-    for step in steps:
-        found = {name: tensors.full(name) for name in (*step.outputs, *step.adapters)}
-        if step.wrappers:
-            failure: Exception | None = None
-            if dist.get_rank() == root:
-                try:
-                    merge(step, found)
-                except Exception as error:
-                    failure = error
-            raise_if_any_failed(f"merging the adapters of {', '.join(step.outputs.values())}", failure)
+    specs = {}
+    for step in chosen:
         for source, name in step.outputs.items():
-            tensor, spec = found.pop(source), tensors.specs[source]
-            if name not in wanted:
-                continue
-            kind = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
-            if tensor is not None:
-                tensor = tensor.to(kind)
-            if to_rank is None:
-                if tensor is None:
-                    tensor = torch.empty(spec.shape, dtype=kind, device=tensors.device)
-                dist.broadcast(tensor, src=root)
-            yield name, tensor
-            # The caller's loop has let go of it; not to hold it while the next one is gathered.
-            del tensor
+            if name in wanted:
+                spec = tensors.specs[source]
+                kind = target if target is not None and spec.dtype.is_floating_point else spec.dtype
+                specs[name] = (kind, tuple(spec.shape))
+    return Reader(tensors, chosen, specs, to_rank)
