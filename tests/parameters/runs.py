@@ -54,8 +54,8 @@ class Doubled(Recipe):
 
 
 def weights_of(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A model's parameters by name."""
-    return {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    """Copies of a model's parameters by name."""
+    return {name: parameter.detach().to(dtype, copy=True) for name, parameter in model.named_parameters()}
 
 
 def read(engine: Any, **options: Any) -> dict[str, Tensor | None]:
