@@ -40,6 +40,7 @@ from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
 from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
+from ds_etp.patches.deepspeed.whole_parameters import install_whole_parameters
 from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
 from ds_etp.patches.deepspeed.zero_params import (
     is_partitioned,
@@ -237,6 +238,7 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_checkpoints(engine)
     install_exports(engine, model)
     install_get_state_dict()
+    install_whole_parameters(engine, model, groups)
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
     check_first_gradients(engine, groups.tp)

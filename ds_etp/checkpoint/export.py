@@ -1,6 +1,6 @@
 """Unsharded tensors under Hugging Face names, one at a time: gathered from a live engine, or read from a checkpoint.
 
-Rank 0 of a live engine receives the shards and assembles their chunks; a checkpoint is read by one process.
+They are put together on one rank of a live engine, or in the one process that reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch.distributed as dist
 from deepspeed import zero
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.chunks import Chunk, LogicalTensor, logical_tensors, persistent_buffers, whole_chunk
+from ds_etp.checkpoint.assembly import assemble
+from ds_etp.checkpoint.chunks import LogicalTensor, Shape, logical_tensors, persistent_buffers, whole_chunk
 from ds_etp.checkpoint.format import BUFFER, WEIGHT, StoredCheckpoint
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, TensorSource, TensorSpec, ToHub
 from ds_etp.checkpoint.pipeline_stages import all_gather_stages, union_over_stages
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.errors import CheckpointError
+from ds_etp.experts.sharded import LocalShards
 from ds_etp.parallel.consensus import all_gather_object, broadcast_object, raise_if_any_failed
 from ds_etp.parallel.topology import Topology
 
@@ -50,6 +52,8 @@ class LiveTensors:
         masters: where to read master weights; None takes the weights that the model computes with.
         exclude_frozen: leave out parameters that aren't trained.
         model: the part of the engine's module whose tensors they are; None for all of it.
+        root: the rank where they are put together.
+        device: where on that rank; None for its CPU.
     """
 
     def __init__(
@@ -60,13 +64,16 @@ class LiveTensors:
         masters: EngineStates | None = None,
         exclude_frozen: bool = False,
         model: nn.Module | None = None,
+        root: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self._device, self._masters = engine.device, masters
+        self._root, self._home = root, device
         rank = dist.get_rank()
         model = engine.module if model is None else model
         self._tensors = {t.name: t for t in logical_tensors(model, topology, rank)}
         self._buffers = dict(persistent_buffers(model))
-        self._first, self._writes = topology.stage_of(rank)[0], rank == 0
+        self._first, self._writes = topology.stage_of(rank)[0], rank == root
         wanted = [t for t in self._tensors.values() if t.parameter.requires_grad or not exclude_frozen]
         own = self._own_sources(topology, wanted)
         asked = rank in {peer for source in own.values() for peer in source.holders}
@@ -79,14 +86,15 @@ class LiveTensors:
     def _own_sources(self, topology: Topology, wanted: list[LogicalTensor]) -> dict[str, _Source]:
         """Of what this rank's pipeline stage has."""
         first = self._first
+        near = self._root if self._root in topology.stage_of(first) else first
         holders = {
-            "whole": (first,),
-            "tensor": topology.group_of("tp", first),
-            "expert": topology.group_of("expert_model_parallel", first),
+            "whole": (near,),
+            "tensor": topology.group_of("tp", near),
+            "expert": topology.group_of("expert_model_parallel", near),
         }
         found = {t.name: _Source(TensorSpec(self._dtype(t), t.shape), first, holders[t.kind]) for t in wanted}
         for name, buffer in self._buffers.items():
-            found[name] = _Source(TensorSpec(buffer.dtype, tuple(buffer.shape), False), first, (first,))
+            found[name] = _Source(TensorSpec(buffer.dtype, tuple(buffer.shape), False), first, (near,))
         return found
 
     def _dtype(self, tensor: LogicalTensor) -> torch.dtype:
@@ -101,23 +109,29 @@ class LiveTensors:
         with self._local(name, source.holders) if here else nullcontext(torch.empty(0)) as local:
             if not self._writes:
                 if rank in source.holders:
-                    dist.send(local.to(self._device).contiguous(), dst=0)
+                    dist.send(local.to(self._device).contiguous(), dst=self._root)
                 return None
             spec = source.spec
-            full = torch.empty(spec.shape, dtype=spec.dtype)
-            filled: set[Chunk] = set()
-            for holder in source.holders:
-                shape, chunks = self._shards[holder][name]
+
+            def fetch(holder: int, shape: Shape) -> Tensor:
                 if holder == rank:
-                    shard = local
-                else:
-                    shard = torch.empty(shape, dtype=spec.dtype, device=self._device)
-                    dist.recv(shard, src=holder)
-                for chunk in chunks:
-                    if chunk.logical not in filled:  # of what several hold, the first one's counts
-                        full[chunk.logical.slices()] = chunk.of(shard)
-                    filled.add(chunk.logical)
-            return full
+                    return local
+                part = torch.empty(shape, dtype=spec.dtype, device=self._device)
+                dist.recv(part, src=holder)
+                return part
+
+            full = torch.empty(spec.shape, dtype=spec.dtype, device=self._home)
+            return assemble(full, {holder: self._shards[holder][name] for holder in source.holders}, fetch)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parts are sent from and received."""
+        device: torch.device = self._device
+        return device
+
+    def own(self, name: str) -> LogicalTensor | None:
+        """What this rank's stage has of a parameter; None where it is another stage's."""
+        return self._tensors.get(name)
 
     @contextmanager
     def _local(self, name: str, holders: tuple[int, ...]) -> Iterator[Tensor]:
@@ -135,7 +149,7 @@ class LiveTensors:
             yield next((shard.detach() for shard in shards if shard is not None), torch.empty(0))
             return
         partitioned = hasattr(parameter, "ds_id")
-        with zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+        with zero.GatheredParameters(LocalShards([parameter])) if partitioned else nullcontext():
             yield parameter.detach()
 
 

@@ -164,6 +164,10 @@ def shard_in_place(module: nn.Module, shard: Shard) -> None:
     convert_module(module, shard)
 
 
+class LocalShards(list[nn.Parameter]):
+    """Parameters for `deepspeed.zero.GatheredParameters` whose shards of this rank are wanted, not the whole."""
+
+
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every sharded experts module of a model, with its path."""
     for path, module in model.named_modules():

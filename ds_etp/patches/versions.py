@@ -15,6 +15,9 @@ TRANSFORMERS_MAX = "5.24"
 # Only for models that PEFT has wrapped.
 PEFT_MIN = "0.21"
 PEFT_MAX = "0.21"
+# Only for its weight sync with vLLM.
+TRL_MIN = "1.16"
+TRL_MAX = "1.16"
 
 _TESTED = {
     "deepspeed": (DEEPSPEED_MIN, DEEPSPEED_MAX),
@@ -82,6 +85,15 @@ def check_peft_version() -> None:
         ConfigError: names the release found and the range.
     """
     _check("peft", PEFT_MIN, PEFT_MAX)
+
+
+def check_trl_version() -> None:
+    """Refuses to sync a split model's weights by a TRL outside the tested range.
+
+    Raises:
+        ConfigError: names the release found and the range.
+    """
+    _check("trl", TRL_MIN, TRL_MAX)
 
 
 def _check(package: str, lowest: str, highest: str) -> None:

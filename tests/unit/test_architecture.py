@@ -32,6 +32,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.loading": 4,
     "ds_etp.patches": 5,
     "ds_etp.patches.transformers.experts_flags": 3,
+    "ds_etp.parameters": 5,
     "ds_etp.checkpoint.api": 5,
     "ds_etp.checkpoint.export_api": 5,
     "ds_etp.experts.build": 6,
@@ -45,7 +46,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.__main__": 7,
 }
 TORCH_FREE = (0, 1)
-HOSTS = ("deepspeed", "transformers", "accelerate", "peft")
+HOSTS = ("deepspeed", "transformers", "accelerate", "peft", "trl")
 # DeepSpeed's registry of process groups is module state of the host: few files may reach for it.
 HOST_GROUPS = "deepspeed.utils.groups"
 HOST_GROUPS_USERS = ("ds_etp.parallel.process_groups", "ds_etp.patches")

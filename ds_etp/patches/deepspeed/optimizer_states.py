@@ -142,7 +142,7 @@ class DeepSpeedStates:
     """`checkpoint.states.EngineStates` of a DeepSpeed engine.
 
     Raises:
-        CheckpointError: the optimizer is of a state_name whose states it doesn't know.
+        CheckpointError: the optimizer is of a kind whose states it doesn't know.
     """
 
     def __init__(self, engine: Any) -> None:

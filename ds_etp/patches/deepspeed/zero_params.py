@@ -15,7 +15,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
-from ds_etp.experts.sharded import Shard, convert_module
+from ds_etp.experts.sharded import LocalShards, Shard, convert_module
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
 
 # A group's own fields: these don't follow the group it was split from.
@@ -65,7 +65,7 @@ def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGr
         if not shard.is_whole(name, parameter):
             continue
         convert = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]
-        with zero.GatheredParameters([parameter]):
+        with zero.GatheredParameters(LocalShards([parameter])):
             part = shard.slice(name, parameter.data)
         for attribute in [key for key in vars(parameter) if key.startswith("ds_")]:
             if attribute not in ("ds_zero_partition_group_name", "ds_zero_placement_family"):

@@ -214,6 +214,8 @@ def _split_class(wrapper: type[nn.Module]) -> type[nn.Module]:
     """PEFT's wrapper class, working on a shard. PEFT's own methods decide which adapters are active or merged."""
 
     class SplitParamWrapper(wrapper):  # type: ignore[misc, valid-type]
+        ds_etp_unsplit = wrapper
+
         @contextmanager
         def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
             adapters = [name for name in active_adapters or () if name in self.lora_A]
