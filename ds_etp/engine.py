@@ -38,11 +38,13 @@ from ds_etp.patches.deepspeed import ulysses as sequence
 from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
 from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
 from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
+from ds_etp.patches.deepspeed.autotp_output_layer import whole_output_layer
 from ds_etp.patches.deepspeed.engine import engine_patches
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
 from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
-from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
+from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients, check_first_losses
+from ds_etp.patches.deepspeed.tp_replica_sync import sync_replicas
 from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
 from ds_etp.patches.deepspeed.zero_params import (
     is_partitioned,
@@ -117,6 +119,7 @@ class _Events:
             tp_plan_without_experts(model, paths),
             skip_frozen_grad_hooks(model),
             adapters_split_with_layers(model),
+            whole_output_layer(model, extension.block.replicate_lm_head, engine._config._param_dict),
         ):
             yield
 
@@ -254,7 +257,9 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
         overrides.after_optimizer(engine, lambda: sequence.fix_zero_grad_scale(engine))
+    check_first_losses(engine, groups.tp)
     check_first_gradients(engine, groups.tp)
+    sync_replicas(engine, groups.tp, engine.ds_etp.block.replica_check_interval)
     if stage == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 
