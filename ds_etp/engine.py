@@ -57,6 +57,7 @@ from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, spl
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from ds_etp.patches.transformers.generation import sync_generation
 from ds_etp.patches.transformers.zero3_loading import loading_patches
+from ds_etp.patches.trl.tp_rollouts import rollout_patches
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 
 
@@ -282,7 +283,7 @@ def _log(extension: Extension) -> None:
     log_table("expert tensor parallelism", rows)
 
 
-_PATCHES = [*engine_patches(_Events()), *loading_patches()]
+_PATCHES = [*engine_patches(_Events()), *loading_patches(), *rollout_patches()]
 
 
 def register() -> None:

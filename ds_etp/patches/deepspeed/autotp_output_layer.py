@@ -24,7 +24,6 @@ from torch import nn
 
 from ds_etp.errors import config_error
 from ds_etp.log import logger
-from ds_etp.patches.base import MethodPatch
 from ds_etp.patches.peft.expert_lora import is_peft_model
 
 KEY = "expert_tensor_parallel.replicate_lm_head"
@@ -116,19 +115,20 @@ def whole_output_layer(model: Any, wanted: bool | str, ds_config: Mapping[str, A
     if reader and dist.get_rank() == 0:
         logger().info("%s reads the weight of %s, so it stays whole on each rank", reader, ", ".join(layers))
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def skipping(original: Callable[..., Any]) -> Callable[..., Any]:
         def replace(self: Any, child: Any, *args: Any, **kwargs: Any) -> Any:
             return child if id(child) in heads else original(self, child, *args, **kwargs)
 
         return replace
 
+    # Over what others have put there for the same while, adapters_split_with_layers.
+    before = {name: vars(AutoTP)[name] for name in ("_replace", "_replace_with_config", "_is_vocab_parallel_lm_head")}
+    AutoTP._replace = skipping(before["_replace"])
+    AutoTP._replace_with_config = skipping(before["_replace_with_config"])
     # Its own choice for tied embeddings, without being asked, is the same split.
-    patches = [MethodPatch(AutoTP, "_replace", make), MethodPatch(AutoTP, "_replace_with_config", make)]
-    patches.append(MethodPatch(AutoTP, "_is_vocab_parallel_lm_head", lambda _: lambda self, child, name: False))
-    for patch in patches:
-        patch.apply()
+    AutoTP._is_vocab_parallel_lm_head = lambda self, child, name: False
     try:
         yield
     finally:
-        for patch in patches:
-            patch.revert()
+        for name, original in before.items():
+            setattr(AutoTP, name, original)

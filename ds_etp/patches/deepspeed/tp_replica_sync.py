@@ -108,7 +108,8 @@ def copies(tensor: Any) -> list[Tensor]:
 
 def fingerprints(tensors: list[list[Tensor]], device: torch.device) -> Tensor:
     """A number for the bits of each list of tensors, by place: one that changes if any bit does, or two swap."""
-    weights = torch.arange(_CHUNK, device=device).mul_(2).add_(1).mul_(_FACTOR)
+    longest = max((part.numel() for parts in tensors for part in parts), default=0)
+    weights = torch.arange(min(_CHUNK, longest), device=device).mul_(2).add_(1).mul_(_FACTOR)
     out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     for total, parts in zip(out.unbind(), tensors, strict=True):
         for part in parts:
