@@ -58,7 +58,8 @@ def compare_and_repair(engine: Any, tp: ProcessGroupInfo) -> list[str]:
     tensors = dict(replicated_tensors(engine.module))
     own = fingerprints([copies(tensor) for tensor in tensors.values()], engine.device)
     gathered = own.new_empty(tp.size * len(own))
-    all_gather_single(gathered, own, group=tp.group)
+    if tensors:  # a pipeline stage may have none, and takes part in what follows all the same
+        all_gather_single(gathered, own, group=tp.group)
     differs = (gathered.view(tp.size, len(own)) != gathered[: len(own)]).any(0)
     anywhere = differs.any().to(torch.uint8)
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
@@ -120,6 +121,8 @@ def fingerprints(tensors: list[list[Tensor]], device: torch.device) -> Tensor:
 
 
 def _repair(engine: Any, found: dict[str, Any], tp: ProcessGroupInfo) -> None:
+    if not found:
+        return
     states = DeepSpeedStates(engine)
     places: dict[str, Any] = {
         name: states.place(tensor) for name, tensor in found.items() if isinstance(tensor, nn.Parameter)

@@ -46,10 +46,19 @@ def rollout_patches() -> list[MethodPatch]:
 def _reaching_trainers(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def trainer_config_process(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        for base in type(args).__mro__:
-            if base.__module__.startswith("trl.") and base.__name__ in _TRAINERS and _tp_size(self.config) > 1:
-                module, name = _TRAINERS[base.__name__]
-                _patch(getattr(import_module(module), name))
+        names = [base.__name__ for base in type(args).__mro__ if base.__module__.startswith("trl.")]
+        tp = _tp_size(self.config) if names else 1
+        if tp > 1 and getattr(args, "precompute_ref_log_probs", False):
+            # TRL would give samples the log-probabilities of others, in silence.
+            raise config_error(
+                "precompute_ref_log_probs",
+                True,
+                f"is wrong under {AUTOTP}={tp}: TRL gathers the reference's log-probabilities from all ranks in turn, "
+                "those of a tensor-parallel group several times, and numbers samples by their place",
+                works="false",
+            )
+        for module, trainer in (_TRAINERS[name] for name in names if tp > 1 and name in _TRAINERS):
+            _patch(getattr(import_module(module), trainer))
         return original(self, args, *rest, **kwargs)
 
     return trainer_config_process
