@@ -35,11 +35,13 @@ from ds_etp.patches.deepspeed import ulysses as sequence
 from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
 from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
 from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
+from ds_etp.patches.deepspeed.autotp_output_layer import whole_output_layer
 from ds_etp.patches.deepspeed.engine import engine_patches, raw_config
 from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install_exports
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
-from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
+from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients, check_first_losses
+from ds_etp.patches.deepspeed.tp_replica_sync import sync_replicas
 from ds_etp.patches.deepspeed.whole_parameters import install_whole_parameters
 from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
 from ds_etp.patches.deepspeed.zero_params import (
@@ -53,6 +55,7 @@ from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, spl
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from ds_etp.patches.transformers.generation import sync_generation
 from ds_etp.patches.transformers.zero3_loading import loading_patches
+from ds_etp.patches.trl.tp_rollouts import rollout_patches
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 
 
@@ -115,6 +118,7 @@ class _Events:
             tp_plan_without_experts(model, paths),
             skip_frozen_grad_hooks(model),
             adapters_split_with_layers(model),
+            whole_output_layer(model, extension.block.replicate_lm_head, engine._config._param_dict),
         ):
             yield
 
@@ -241,7 +245,9 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_whole_parameters(engine, model, groups)
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
+    check_first_losses(engine, groups.tp)
     check_first_gradients(engine, groups.tp)
+    sync_replicas(engine, groups.tp, engine.ds_etp.block.replica_check_interval)
     if engine.zero_optimization_stage() == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 
@@ -264,7 +270,7 @@ def _log(extension: Extension) -> None:
     log_table("expert tensor parallelism", rows)
 
 
-_PATCHES = [*engine_patches(_Events()), *loading_patches()]
+_PATCHES = [*engine_patches(_Events()), *loading_patches(), *rollout_patches()]
 
 
 def register() -> None:

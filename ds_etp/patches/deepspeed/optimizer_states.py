@@ -42,7 +42,7 @@ class _LocalState:
 
     @property
     def is_local(self) -> bool:
-        return self._local_part(WEIGHT) is not None
+        return self.local_part(WEIGHT) is not None
 
     def _stored_tensor(self, state_name: str) -> Tensor:
         if self.optimizer_tensor is None:
@@ -52,18 +52,18 @@ class _LocalState:
             self.optimizer_tensor.owner.detach() if state_name == WEIGHT else self.optimizer_tensor.states()[state_name]
         )
 
-    def _local_part(self, state_name: str) -> Tensor | None:
+    def local_part(self, state_name: str) -> Tensor | None:
         return self.narrow(self._stored_tensor(state_name))
 
     def dtype(self, state_name: str) -> torch.dtype:
         return self._stored_tensor(state_name).dtype
 
     def read(self, state_name: str, reader: int) -> Tensor | None:
-        part = self._local_part(state_name)
+        part = self.local_part(state_name)
         return part.reshape(self.parameter.shape) if part is not None and dist.get_rank() == reader else None
 
     def write(self, state_name: str, shard: Tensor) -> None:
-        part = self._local_part(state_name)
+        part = self.local_part(state_name)
         if part is not None:
             part.copy_(shard.reshape(part.shape))
         if (
@@ -81,7 +81,7 @@ class _FragmentState(_LocalState):
         group = self.parameter._dp_group
         if reader not in dist.get_process_group_ranks(group):
             return None
-        part, dtype = self._local_part(state_name), self.dtype(state_name)
+        part, dtype = self.local_part(state_name), self.dtype(state_name)
         whole = torch.zeros(self.parameter.numel(), dtype=dtype, device=self.device)
         mapping = self.parameter._hp_mapping
         if part is not None:
@@ -94,7 +94,7 @@ class _FragmentState(_LocalState):
         return whole.view(self.parameter.shape) if dist.get_rank() == reader else None
 
     def write(self, state_name: str, shard: Tensor) -> None:
-        part = self._local_part(state_name)
+        part = self.local_part(state_name)
         if part is not None:
             address = self.parameter._hp_mapping.lp_fragment_address
             part.copy_(shard.reshape(-1).narrow(0, address.start, address.numel))
@@ -116,7 +116,7 @@ class _PartitionState(_LocalState):
     def read(self, state_name: str, reader: int) -> Tensor | None:
         if reader not in dist.get_process_group_ranks(self.group):
             return None
-        part = self._local_part(state_name)
+        part = self.local_part(state_name)
         assert part is not None
         part = part.reshape(-1).to(self.device).contiguous()
         size = dist.get_world_size(self.group)
@@ -127,7 +127,7 @@ class _PartitionState(_LocalState):
         return whole[: parameter.ds_numel].view(parameter.ds_shape) if dist.get_rank() == reader else None
 
     def write(self, state_name: str, shard: Tensor) -> None:
-        part = self._local_part(state_name)
+        part = self.local_part(state_name)
         assert part is not None
         size, flat = part.numel(), shard.reshape(-1)
         start = dist.get_rank(self.group) * size
