@@ -118,7 +118,7 @@ class _Events:
             tp_plan_without_experts(model, paths),
             skip_frozen_grad_hooks(model),
             adapters_split_with_layers(model),
-            whole_output_layer(model, extension.block.replicate_lm_head, engine._config._param_dict),
+            whole_output_layer(model, extension.block.replicate_lm_head, raw_config(engine)),
         ):
             yield
 
