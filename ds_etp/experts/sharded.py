@@ -8,6 +8,7 @@ own forward computes on the shard, under whichever experts implementation the us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -91,17 +92,33 @@ class ShardedExperts:
         """Partial outputs for the rows this rank's experts work on, and the dispatcher's notes of them."""
         noted: list[DispatchOutput] = []
         shard = self.ds_etp_shard
+        local_weights, seen = self.forward_weights(), _weights_seen(self)
 
         def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            rows = shard.dispatcher.dispatch(x, index, weights, with_sentinels=uses_sentinels(self))
-            if not noted:
-                noted.append(rows.without_tensors())
-            forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
-            return (forward or self.local_experts_forward)(rows.x, rows.index, rows.weights)
+            if _weights_seen(self) != seen:
+                raise RuntimeError(
+                    f"{shard.path} has other weights in backward than it had in forward, so that recompute would run "
+                    "it on those. Something replaces them while forward runs: set expert_tensor_parallel.recompute to "
+                    "false"
+                )
+            with local_weights():
+                rows = shard.dispatcher.dispatch(x, index, weights, with_sentinels=uses_sentinels(self))
+                if not noted:
+                    noted.append(rows.without_tensors())
+                forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
+                return (forward or self.local_experts_forward)(rows.x, rows.index, rows.weights)
 
         if not (shard.recompute and torch.is_grad_enabled()):
             return run(x, index, weights), noted[0]
         return checkpoint(run, x, index, weights, use_reentrant=False), noted[0]
+
+    def forward_weights(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which the module's weights are those of the forward under way: by default, its parameters.
+
+        Asked once in each forward. With `recompute` the context is entered again in backward, when whatever was set
+        for the duration of the forward is gone.
+        """
+        return nullcontext
 
     def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
@@ -112,6 +129,15 @@ class ShardedExperts:
 # An adapter of a user's may call the method it overrides by its old name.
 for _old, _new in aliases.ADAPTER_METHODS.items():
     setattr(ShardedExperts, _old, getattr(ShardedExperts, _new))
+
+
+def _weights_seen(module: Any) -> tuple[Any, ...]:
+    """What the family's forward would find as the module's weights, told apart by identity.
+
+    A parametrization changes the class, `functional_call` the parameters, and an entry of the instance hides one.
+    """
+    hiding = {name: id(value) for name, value in vars(module).items() if name in module._parameters}
+    return type(module), hiding, {name: id(value) for name, value in module._parameters.items()}
 
 
 def uses_sentinels(module: Any) -> bool:

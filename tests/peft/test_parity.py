@@ -15,7 +15,7 @@ from tests.models import make_batch
 from tests.oracle import Run, train_unsharded
 from tests.parity.test_bf16 import EVERY_EXPERT, FACTOR, errors
 from tests.peft.models import ATTENTION, BOTH, DOWN, EXPERTS, GATE_UP, ONLY_ATTENTION, ONLY_DOWN, LoraRecipe
-from tests.sharded import Layout, make_engine, run_steps, train
+from tests.sharded import Layout, make_engine, run_steps, train, with_options
 from tests.tolerances import assert_equal_runs
 
 # Which (tp, etp, ep) each ZeRO stage is run with, on four ranks.
@@ -85,6 +85,23 @@ def test_some_of_them(launcher: Launcher, stage: int, recipe: LoraRecipe, split:
 def test_settings(launcher: Launcher, stage: int, changes: dict[str, Any], layout: dict[str, Any]) -> None:
     """What people train with, on adapters of both kinds."""
     check(launcher, replace(BOTH, **changes), Layout(4, stage=stage, **layout))
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "layout"),
+    [
+        (0, {}, {"tp": 2, "etp": 2, "dispatcher": "replicated"}),
+        (0, {"train_base": True, "second": True}, {"etp": 2}),
+        (2, {"checkpointing": "plain"}, {"tp": 2, "etp": 2}),
+        (2, {"train_base": True, "family": "qwen3_moe", "implementation": "grouped_mm"}, {"ep": 2}),
+        (3, {"accumulate": 2}, {"etp": 2}),
+        (3, {"train_base": True}, {"tp": 2, "ep": 2, "dispatcher": "alltoall"}),
+    ],
+    ids=str,
+)
+def test_recompute(launcher: Launcher, stage: int, changes: dict[str, Any], layout: dict[str, Any]) -> None:
+    """Experts that run again in backward do so with the adapters that forward had, base frozen or not."""
+    check(launcher, replace(BOTH, **changes), with_options(Layout(2, stage=stage, **layout), recompute=True))
 
 
 def test_no_gradient_goes_in(launcher: Launcher) -> None:
