@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
+from ds_etp.checkpoint.export import tied_names
 from ds_etp.checkpoint.format import INDEX, LATEST
 from ds_etp.checkpoint.load import LoadRequest, load
 from ds_etp.checkpoint.save import SaveRequest, save
@@ -172,13 +173,11 @@ def _warn_of_partial_step(engine: Any) -> None:
 def _model_metadata(engine: Any) -> dict[str, Any]:
     """Metadata of the model for readers without the engine: its class, tied names and config, which an export needs."""
     module = engine.module
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    everything = module.named_parameters(remove_duplicate=False)
     metadata: dict[str, Any] = {
         "ds_etp": _own_version(),
         "deepspeed": deepspeed.__version__,
         "model_class": type(module).__name__,
-        "tied": {name: first[id(parameter)] for name, parameter in everything if first[id(parameter)] != name},
+        "tied": tied_names(module),
     }
     for name in ("hf_config", "hf_generation_config"):
         # A pipeline has them under these names, a model of transformers under its own.

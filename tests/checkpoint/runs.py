@@ -24,7 +24,7 @@ OTHER_SEED = 99
 
 @dataclass
 class Steps:
-    """What a few steps did, and what they left: weights and moments by `<kind>/<name>`."""
+    """What a few steps did, and what they left: weights and moments by `<state name>/<name>`."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -63,7 +63,7 @@ def test_tilings_are_told_from_others(data: st.DataObject) -> None:
     assert "covers what another chunk covers" in (coverage_error(shape, [*chunks, chunks[place]]) or "")
 
 
-def test_a_box_outside_is_named() -> None:
+def test_a_chunk_outside_is_named() -> None:
     assert "not inside (4,)" in (coverage_error((4,), [Chunk((2,), (3,))]) or "")
     assert "not inside (4,)" in (coverage_error((4,), [Chunk((0, 0), (4, 1))]) or "")
     assert "cover 3 of 4 entries" in (coverage_error((4,), [Chunk((0,), (3,))]) or "")
@@ -76,7 +76,7 @@ def test_a_box_outside_is_named() -> None:
         lambda n: st.lists(st.lists(st.integers(0, 5), min_size=n, max_size=n).filter(any), min_size=1, max_size=3)
     ),
 )
-def test_strips_tile_uneven_fused_splits(dim: int, widths: list[list[int]]) -> None:
+def test_shard_chunks_tile_uneven_fused_splits(dim: int, widths: list[list[int]]) -> None:
     """As AutoTP cuts a fused qkv: each rank has its share, perhaps none, of each block in turn."""
     shape = [2, 3, 2]
     shape[dim] = sum(map(sum, widths))
@@ -102,8 +102,8 @@ class _Experts(ShardedExperts, torch.nn.Module):
 
 @settings(max_examples=24, deadline=None)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
-def test_expert_boxes_are_the_shards(etp: int, ep: int, edp: int, more: int) -> None:
-    """Against `layouts.ParameterLayout.shard`, on every rank; each chunk has one writer, and it holds it."""
+def test_expert_chunks_are_the_shards(etp: int, ep: int, edp: int, more: int) -> None:
+    """Against `layout.ParameterLayout.shard`, on every rank; each chunk has one writer, and it holds it."""
     topology = Topology(etp * ep * edp, etp=etp, ep=ep)
     experts, hidden, inner = 4, 3, 4 * more
     parameters = {

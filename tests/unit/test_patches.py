@@ -10,7 +10,7 @@ import pytest
 
 from ds_etp.errors import ConfigError
 from ds_etp.patches import versions
-from ds_etp.patches.base import MethodPatch, override
+from ds_etp.patches.base import MethodPatch, override, swapped
 from ds_etp.patches.versions import check_host_versions
 
 # MethodPatch
@@ -54,6 +54,19 @@ def test_apply_and_revert() -> None:
     patch.revert()
     assert not patch.applied
     assert vars(host)["method"] is original
+
+
+def test_swaps_nest_and_end_with_an_error() -> None:
+    host = make_host()
+    original = vars(host)["method"]
+    with pytest.raises(ZeroDivisionError), swapped(host, "method", ours):
+        with swapped(host, "method", ours):
+            assert host().method() == "ours over ours over host 1"
+        assert host().method() == "ours over host 1"
+        1 / 0  # noqa: B018 - any error
+    assert vars(host)["method"] is original
+    with pytest.raises(RuntimeError, match="has no method inherited"), swapped(host, "inherited", ours):
+        pass
 
 
 def test_apply_twice_patches_once() -> None:
