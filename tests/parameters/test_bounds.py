@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,8 @@ from ds_etp.errors import CheckpointError
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.parameters.runs import differing, named, read, weights_of
+from tests.pipeline.lm_runs import Case, Padded
+from tests.pipeline.lm_runs import make_engine as make_pipeline
 from tests.sharded import Layout, make_engine
 
 # A layer's fused gate and up are two thirds of it, and far larger than anything else.
@@ -121,3 +124,30 @@ def other_engines() -> list[str]:
 
 def test_engine_without_the_block(launcher: Launcher) -> None:
     assert launcher.run(2, other_engines) == [[], []]
+
+
+def pipelined() -> list[str]:
+    """Two stages whose experts are cut, and embeddings that both hold."""
+    recipe = Padded("mixtral", changes=(("tie_word_embeddings", True), ("output_router_logits", False)))
+    engine = make_pipeline(recipe, Case(Layout(4, etp=2, stage=1)))
+    wanted = dict(sorted(weights_of(recipe.model()).items()))
+    wrong = differing(dict(sorted(read(engine).items())), wanted)
+    to_last = {name: tensor for name, tensor in read(engine, to_rank=3).items() if tensor is not None}
+    wrong += differing(dict(sorted(to_last.items())), wanted) if dist.get_rank() == 3 else list(to_last)
+    with ds_etp.edit_parameters(engine, modifier_rank=3) as parameters:
+        for _, tensor in parameters:
+            if tensor is not None:
+                tensor.mul_(2)
+    doubled = {name: weight * 2 for name, weight in wanted.items()}
+    wrong += differing(dict(sorted(read(engine).items())), doubled)
+    tied = [p for name, p in engine.module.named_parameters() if name.startswith("tied_modules")]
+    wrong += ["tied"] * (
+        not all(torch.equal(p.detach(), doubled["model.embed_tokens.weight"]) for p in tied if p.shape == (96, 32))
+    )
+    engine.destroy()
+    return wrong
+
+
+def test_pipeline(launcher: Launcher) -> None:
+    """From any stage to any rank; what two stages share is changed in both."""
+    assert launcher.run(4, pipelined) == [[]] * 4
