@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups as host_groups
 from torch import nn
 
-from ds_etp.checkpoint.api import install_checkpoints
-from ds_etp.checkpoint.export_api import install_exports
 from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.deepspeed import check_host_options, half_dtype
@@ -26,8 +23,8 @@ from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_optio
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
+from ds_etp.loading.deferred import deferred_modules, is_deferred, with_progress
 from ds_etp.loading.reader import ShardReader
-from ds_etp.loading.unread import deferred_modules, is_deferred, with_progress
 from ds_etp.log import log_table, logger
 from ds_etp.parallel.process_groups import ExpertGroups, check_group_name_free
 from ds_etp.parallel.topology import Topology
@@ -38,9 +35,9 @@ from ds_etp.patches.deepspeed import ulysses as sequence
 from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
 from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
 from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
-from ds_etp.patches.deepspeed.engine import engine_patches
+from ds_etp.patches.deepspeed.engine import engine_patches, raw_config
+from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install_exports
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
-from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
 from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
 from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
@@ -80,11 +77,11 @@ class Extension:
 
 
 class _Events:
-    """The moments of `patches.engine.EngineEvents`. Without our block each does nothing."""
+    """The moments of `patches.deepspeed.engine.EngineEvents`. Without our block each does nothing."""
 
     def on_config(self, engine: Any) -> None:
         """Parses and checks everything that needs no model."""
-        raw = engine._config._param_dict
+        raw = raw_config(engine)
         block = block_config.parse_block(raw)
         if block is None:
             return
@@ -93,7 +90,7 @@ class _Events:
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
         pp = stage_count(engine)
-        cp = _context_size(engine)
+        cp = sequence.context_parallel_size(engine)
         check_sequence_version(cp)
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
@@ -145,7 +142,7 @@ class _Events:
         unaligned, warning = misaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
         for path in unaligned:
             run_eagerly(model.get_submodule(path))
-        reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
+        reader = ShardReader(engine, groups.zero_group)
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = bool(extension.layouts)
@@ -155,26 +152,24 @@ class _Events:
         for sentence in filter(None, (warning, *ineffective_options(model, extension.block))):
             _warn(sentence)
 
+    def optimizer_arguments(self, engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
+        """Puts the experts into param groups of their own."""
+        if _extension(engine) is None:
+            return client_optimizer, model_parameters
+        return optimizers.split_moe_param_groups(engine, client_optimizer, model_parameters)
+
+    def on_optimizer(self, engine: Any) -> None:
+        """Corrects what DeepSpeed's optimizers get wrong of parameters that differ between ranks."""
+        extension = _extension(engine)
+        if extension is not None:
+            assert extension.groups is not None  # since `on_model`
+            optimizers.patch_optimizer(engine, extension.groups)
+
 
 def _extension(engine: Any) -> Extension | None:
     # Not getattr: an engine passes unknown names on to its module.
     extension: Extension | None = vars(engine).get("ds_etp")
     return extension
-
-
-def _context_size(engine: Any) -> int:
-    """cp; refuses an mpu of the caller's."""
-    if engine.pipeline_parallelism:
-        return 1
-    cp = sequence.sequence_parallel_size(engine)
-    if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
-        raise config_error(
-            "mpu",
-            type(engine.mpu).__name__,
-            "is an mpu of its own",
-            works="tensor_parallel.autotp_size in the config, and no mpu",
-        )
-    return cp
 
 
 def _refuse_deferred(model: nn.Module) -> None:
@@ -191,7 +186,7 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
     if extension.checked:
         return
-    raw, topology = engine._config._param_dict, extension.topology
+    raw, topology = raw_config(engine), extension.topology
     check = partial(checked_layouts, model, topology, raw)
     if engine.pipeline_parallelism:
         extension.layouts = validate_stages(engine, model, partial(check, is_stage=True), topology.tp)
@@ -223,7 +218,7 @@ def _shard_model(
         )
         mark_expert_params(module.parameters(), groups)
         if is_partitioned(module):
-            shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
+            shard_partitioned(module, shard, groups.zero_group)
         elif is_deferred(module):
             reader.read(module, shard)
         else:
@@ -237,25 +232,15 @@ def _shard_model(
 
 
 def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
-    from deepspeed import set_optimizer_flags
-
-    set_optimizer_flags(engine._config, model)  # Muon looks at shapes, which have changed
+    overrides.refresh_optimizer_flags(engine, model)
     overrides.allow_zero3_experts(engine)
     install_checkpoints(engine)
     install_exports(engine, model)
     install_get_state_dict()
-    optimizers.split_moe_param_groups(engine)
-    overrides.after_optimizer(engine, lambda: optimizers.patch_optimizer(engine, groups))
-    stage = int(engine.zero_optimization_stage())
-    if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
-        optimizers.fix_stage0_grad_norm(engine, groups)
-    if groups.topology.pp > 1:
-        overrides.after_optimizer(engine, lambda: fix_pipeline_grad_norm(engine, groups))
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
-        overrides.after_optimizer(engine, lambda: sequence.fix_zero_grad_scale(engine))
     check_first_gradients(engine, groups.tp)
-    if stage == 3 or not tokens_are_replicated(groups.topology):
+    if engine.zero_optimization_stage() == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 
 
@@ -287,6 +272,11 @@ def register() -> None:
     """
     for patch in _PATCHES:
         patch.apply()
+
+
+def is_registered() -> bool:
+    """Whether engines made now read the block."""
+    return all(patch.applied for patch in _PATCHES)
 
 
 def unregister() -> None:

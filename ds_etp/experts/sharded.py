@@ -36,7 +36,7 @@ class Shard:
         skips_sentinels: whether the family's forward now skips an index one above the last expert, as it may for some
             experts implementations only; None: it never does.
         recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
-        beside: the block's shared experts, where they run while tokens travel.
+        shared_overlap: the block's shared experts, where they overlap with the combine.
         sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them, if
             it has such a thing; None: it never has.
     """
@@ -115,7 +115,7 @@ for _old, _new in aliases.ADAPTER_METHODS.items():
 
 
 def uses_sentinels(module: Any) -> bool:
-    """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
+    """Whether a sharded module's forward would now skip sentinels, the index of experts that are elsewhere."""
     skips_sentinels = module.ds_etp_shard.skips_sentinels
     return skips_sentinels is not None and skips_sentinels(module)
 

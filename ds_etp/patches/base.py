@@ -1,9 +1,10 @@
-"""The two ways to change a host: a method of a class until reverted, or a method of one object."""
+"""The ways to change a host: a method of a class until reverted or for a while, or a method of one object."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _OWNER = "__ds_etp_original__"
@@ -30,9 +31,7 @@ class MethodPatch:
         """Puts the replacement in place. A second call changes nothing."""
         if self.applied:
             return
-        original = vars(self.host).get(self.name)
-        if original is None:
-            raise RuntimeError(f"{self.host.__name__} has no method {self.name}: its release is not one ds_etp knows")
+        original = _defined(self.host, self.name)
         replacement = self._make(original)
         setattr(replacement, _OWNER, original)
         setattr(self.host, self.name, replacement)
@@ -41,6 +40,30 @@ class MethodPatch:
         """Puts the original back, unless someone else has replaced the method since."""
         if self.applied:
             setattr(self.host, self.name, getattr(vars(self.host)[self.name], _OWNER))
+
+
+@contextmanager
+def swapped(host: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces a method or function of a host for a while. Unlike a `MethodPatch`, swaps of one function nest.
+
+    Args:
+        host: the class or module.
+        name: the function's name. The host must define it.
+        make: from the function in place to the one that takes its place.
+    """
+    original = _defined(host, name)
+    setattr(host, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(host, name, original)
+
+
+def _defined(host: Any, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = vars(host).get(name)
+    if found is None:
+        raise RuntimeError(f"{host.__name__} has no method {name}: its release is not one ds_etp knows")
+    return found
 
 
 def override(target: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

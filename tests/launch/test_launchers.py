@@ -126,10 +126,12 @@ def commands(config: Path, *flags: str) -> dict[str, list[str]]:
         "module": deepspeed_launcher("--module", "ds_etp", *arguments),
         "register": deepspeed_launcher(*arguments, "--register"),
         "torchrun": torchrun("-m", "ds_etp", *arguments),
+        # The launcher starts processes of its own on a script that knows nothing of ds_etp.
+        "environment": [str(BIN / "ds-etp"), "run", "--", *torchrun(*arguments)],
     }
 
 
-WAYS = ["module", "register", "torchrun"]
+WAYS = ["module", "register", "torchrun", "environment"]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,16 @@ def test_the_script_trains_sharded(results: dict[str, dict[str, Any]], unsharded
 
 def test_the_ways_to_start_it_are_the_same(results: dict[str, dict[str, Any]]) -> None:
     # To the bit: the same program on the same data, and a sum of two numbers has one order.
-    assert results["module"] == results["register"] == results["torchrun"]
+    assert all(results[way] == results["module"] for way in WAYS)
+
+
+def test_a_block_that_nobody_reads_is_told_of(config: Path) -> None:
+    """Installed, but neither asked for nor registered: experts stay whole, and the log says so, once."""
+    code, output = launch(torchrun(str(SCRIPT), "--deepspeed", str(config)))
+    result = json.loads(next(line for line in output.splitlines() if line.startswith('{"losses"')))
+    assert (code, result["down_proj"]) == (0, [4, 32, 16])
+    assert output.count("block that nobody reads: experts are NOT split") == 1
+    assert "DS_ETP=1" in output and "ds-etp run" in output
 
 
 def test_a_rank_that_raises_ends_the_job(config: Path) -> None:

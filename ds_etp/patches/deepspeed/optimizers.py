@@ -15,37 +15,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.patches.base import override
+from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
+from ds_etp.patches.deepspeed.ulysses import fix_zero_grad_scale
 from ds_etp.patches.deepspeed.zero_params import global_grad_norm, split_optimizer, split_param_groups
 
 
-def split_moe_param_groups(engine: Any) -> None:
-    """Expert parameters get optimizer groups marked `moe`, whoever makes the optimizer.
+def split_moe_param_groups(engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
+    """What `_configure_optimizer` is given, with expert parameters in groups marked `moe`, whoever makes the optimizer.
 
     DeepSpeed does so only for a plain list of parameters. Groups that a caller passes, and the groups of a
     client optimizer, reach ZeRO-1/2 unsplit, which assert.
     """
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _configure_optimizer(client_optimizer: Any, model_parameters: list[Any]) -> Any:
-            if client_optimizer is None:
-                if model_parameters and isinstance(model_parameters[0], dict):
-                    groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
-                    model_parameters = split_param_groups(groups)
-                expect_experts(model_parameters)
-            elif hasattr(client_optimizer, "param_groups"):
-                client_optimizer = split_optimizer(client_optimizer)
-                expect_experts(client_optimizer.param_groups)
-            else:
-                build = client_optimizer
-
-                def client_optimizer(parameters: Any) -> Any:
-                    optimizer = split_optimizer(build(parameters))
-                    expect_experts(optimizer.param_groups)
-                    return optimizer
-
-            return original(client_optimizer, model_parameters)
-
-        return _configure_optimizer
 
     def expect_experts(groups: list[Any]) -> None:
         # DeepSpeed asserts that a model with MoE layers has groups of them, which frozen experts haven't. They ask
@@ -54,7 +34,22 @@ def split_moe_param_groups(engine: Any) -> None:
         if engine.zero_optimization_stage() != 3:
             engine.has_moe_layers = any(is_moe_param(parameter) for parameter in parameters)
 
-    override(engine, "_configure_optimizer", make)
+    def split_what_it_builds(parameters: Any) -> Any:
+        optimizer = split_optimizer(client_optimizer(parameters))
+        expect_experts(optimizer.param_groups)
+        return optimizer
+
+    if client_optimizer is None:
+        if model_parameters and isinstance(model_parameters[0], dict):
+            groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
+            model_parameters = split_param_groups(groups)
+        expect_experts(model_parameters)
+        return None, model_parameters
+    if not hasattr(client_optimizer, "param_groups"):
+        return split_what_it_builds, model_parameters
+    split = split_optimizer(client_optimizer)
+    expect_experts(split.param_groups)
+    return split, model_parameters
 
 
 def _as_list(parameters: Any) -> list[Any]:
@@ -62,12 +57,22 @@ def _as_list(parameters: Any) -> list[Any]:
 
 
 def patch_optimizer(engine: Any, groups: ExpertGroups) -> None:
-    """Corrects the optimizer that the engine has just built, by what it turned out to be."""
-    optimizer = engine.optimizer
+    """Corrects the optimizer that the engine has just built, by what it turned out to be. In this order:"""
+    optimizer, topology = engine.optimizer, groups.topology
+    # 1. Optimizer states: independent of what follows.
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _link_states_after_all_groups(optimizer)
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+    # 2. The gradient norm of one pipeline stage: experts count in it.
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
         _count_experts_in_unfused_norm(optimizer, groups)
+    elif engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        fix_stage0_grad_norm(engine, groups)
+    # 3. The norm over all pipeline stages: around that of one.
+    if topology.pp > 1:
+        fix_pipeline_grad_norm(engine, groups)
+    # 4. The divisor of gradients, a number that nothing above reads.
+    if topology.cp > 1:
+        fix_zero_grad_scale(engine)
 
 
 def _link_states_after_all_groups(optimizer: Any) -> None:
