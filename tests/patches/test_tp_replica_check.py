@@ -24,6 +24,7 @@ def first_step_of_different_seeds(stage: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_different_seeds(launcher: Launcher, stage: int) -> None:
     """Named with a parameter and what may be wrong, on every rank."""
