@@ -33,5 +33,5 @@ for corner in "${CORNERS[@]}"; do
     # The package comes from the checkout: `python -m pytest` puts the working directory on the path, which PYTHONPATH
     # hands on to the ranks that the tests start. PATH has the ninja that DeepSpeed compiles with.
     PATH="$PWD/$env/bin:$PATH" PYTHONPATH="$PWD" TORCH_EXTENSIONS_DIR="$PWD/$env/torch_extensions" \
-        "$env/bin/python" -m pytest tests/parity -m compat
+        "$env/bin/python" -m pytest tests/parity -m compat --full
 done

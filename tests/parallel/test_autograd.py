@@ -495,6 +495,7 @@ def test_transpose(launcher: Launcher, world: int, groups: list[list[int]]) -> N
     launcher.run(world, check_all_values, groups=groups)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_several_tensors_at_once(launcher: Launcher, world: int) -> None:
     launcher.run(world, check_several_of_all, block=2 if world == 4 else 1)

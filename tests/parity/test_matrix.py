@@ -42,6 +42,7 @@ def host_sums_norms_over_heads() -> bool:
     return style in SUPPORTED_STYLES and style in Qwen3MoeConfig.base_model_tp_plan.values()
 
 
+@pytest.mark.sample("2-2x2x1-mixtral-sgd")
 @pytest.mark.parametrize(("stage", "split", "family", "optimizer"), _cases())
 def test_four_ranks(launcher: Launcher, stage: int, split: tuple[int, int, int], family: str, optimizer: str) -> None:
     """Every stage and split; families and optimizers take turns, but for the corners' cases."""

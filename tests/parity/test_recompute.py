@@ -16,6 +16,7 @@ from tests.sharded import Layout, make_engine, train, with_options
 from tests.tolerances import assert_same_bits
 
 
+@pytest.mark.sample("alltoall_etp_first", "allgather")
 @pytest.mark.parametrize(
     ("dispatcher", "split", "stage", "recipe", "options"),
     [

@@ -28,7 +28,8 @@ def first_step_of_different_seeds(stage: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.sample("0", "3")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_different_seeds(launcher: Launcher, stage: int) -> None:
     """Losses differ; what may be wrong is named on every rank."""
     for message in launcher.run(4, first_step_of_different_seeds, stage=stage):

@@ -35,6 +35,7 @@ def check(launcher: Launcher, recipe: LoraRecipe, layout: Layout) -> None:
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.sample("0-(2, 4, 1)", "1-(2, 2, 2)", "3-(4, 2, 1)")
 @pytest.mark.parametrize(
     ("stage", "split"), [(stage, split) for stage, splits in SPLITS.items() for split in splits], ids=str
 )
@@ -44,6 +45,7 @@ def test_experts_and_attention(launcher: Launcher, stage: int, split: tuple[int,
     check(launcher, BOTH, Layout(4, tp, etp, ep, stage))
 
 
+@pytest.mark.sample("down-3", "attention-2")
 @pytest.mark.parametrize(
     ("stage", "recipe", "split"),
     [
@@ -60,6 +62,7 @@ def test_some_of_them(launcher: Launcher, stage: int, recipe: LoraRecipe, split:
     check(launcher, recipe, Layout(4, tp, etp, ep, stage))
 
 
+@pytest.mark.sample(2, 3, 4, 6, 7, 11, 13, 14)
 @pytest.mark.parametrize(
     ("stage", "changes", "layout"),
     [
@@ -136,6 +139,7 @@ def adapters_of(run: Run) -> Run:
     return replace(run, grads=grads, weights=weights)
 
 
+@pytest.mark.sample("3-(1, 2, 2)")
 @pytest.mark.parametrize(("stage", "split"), [(2, (2, 4, 1)), (3, (1, 2, 2))], ids=str)
 def test_bf16(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
     """As close to the fp32 truth as plain DeepSpeed with the same adapters is."""
