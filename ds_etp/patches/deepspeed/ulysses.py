@@ -55,7 +55,7 @@ def context_parallel_size(engine: Any) -> int:
 
 
 def deepspeed_sequence_size() -> int:
-    """Ranks that share a sequence in DeepSpeed's groups module, which keeps a mesh, and the mpu of an earlier engine."""
+    """Ranks that share a sequence by DeepSpeed's groups module, which keeps a mesh and the mpu of an earlier engine."""
     return int(host_groups._get_sequence_parallel_world_size())
 
 
