@@ -1,4 +1,4 @@
-"""What a base optimizer (torch's, FusedAdam, DeepSpeedCPUAdam) keeps of one tensor it steps."""
+"""The optimizer state that a base optimizer (torch's, FusedAdam, DeepSpeedCPUAdam) keeps of one tensor it steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from ds_etp.checkpoint.states import split_state
 
 
 class OptimizerSlot:
-    """`checkpoint.states.OptimizerTensor`: `owner` is the tensor that `base` steps, in its param group `place`."""
+    """Optimizer state of one tensor that the base optimizer steps: a parameter, its fp32 master, or a flat partition.
+
+    An `OptimizerTensor` of `checkpoint.states`. It is looked up by param group index and tensor, at each use.
+
+    Args:
+        base: the base optimizer.
+        place: index of the param group.
+        owner: the tensor.
+    """
 
     def __init__(self, base: Any, place: int, owner: Tensor) -> None:
         self.base, self.owner, self._place = base, owner, place

@@ -1,7 +1,9 @@
-"""A module's own ways to save itself, where this rank doesn't hold its weights whole.
+"""Refuses the model's own save methods while its parameters are shards.
 
-`save_pretrained` without a state dict, and a pipeline's `save_state_dict`, would write this rank's shards under the
-whole model's names. Refused, with the call that works.
+`PreTrainedModel.save_pretrained` without a state dict (transformers 5.0 to 5.24), that of PEFT's `PeftModel` (0.21) and
+`PipelineModule.save_state_dict` (deepspeed 0.19.8) would write this rank's shards under the full model's parameter
+names. Each raises `CheckpointError`, which names the ds_etp call that gathers them. Can go when they ask a parameter
+for its full tensor.
 """
 
 from __future__ import annotations
