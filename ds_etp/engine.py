@@ -52,6 +52,7 @@ from ds_etp.patches.deepspeed.zero_params import (
 )
 from ds_etp.patches.peft.autotp_lora import adapters_split_with_layers
 from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, split_adapters
+from ds_etp.patches.signatures import check_signatures
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from ds_etp.patches.transformers.generation import sync_generation
 from ds_etp.patches.transformers.zero3_loading import loading_patches
@@ -91,6 +92,7 @@ class _Events:
             return
         world = dist.get_world_size()
         tp = max(engine.autotp_size(), 1)
+        check_signatures("accelerate")  # where it is in use
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
         pp = stage_count(engine)
@@ -277,7 +279,11 @@ def register() -> None:
     """Lets DeepSpeed engines made from now on read the `expert_tensor_parallel` block. Calling it twice is fine.
 
     At ZeRO-3, call it before `from_pretrained`.
+
+    Raises:
+        ConfigError: DeepSpeed or transformers has functions that ds_etp patches, and knows otherwise. It names them.
     """
+    check_signatures()
     for patch in _PATCHES:
         patch.apply()
 

@@ -21,6 +21,7 @@ from ds_etp.experts.checks import checked_layouts, choose_dispatchers
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.deepspeed.autotp import DensePlan, dense_plan
+from ds_etp.patches.signatures import check_signatures
 from ds_etp.patches.transformers.experts_flags import experts_implementation, is_decorated
 from ds_etp.patches.transformers.experts_interface import PER_TOKEN_NAMES
 from ds_etp.patches.transformers.meta_models import build_on_meta, read_config
@@ -104,6 +105,7 @@ def inspect(
         ConfigError: the one an engine would raise, or why there is no model.
     """
     stage = zero_stage(ds_config)
+    check_signatures()
     check_host_versions(stage, topology.tp)
     config = read_config(source, trust_remote_code=trust_remote_code)
     model = build_on_meta(config, source, trust_remote_code=trust_remote_code, implementation=implementation)

@@ -28,7 +28,12 @@ HOST_TABLES = (
     "_EXPERT_PARALLEL_GROUP_RANKS",
     "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
 )
-EVERY_METHOD = ("_do_sanity_check", "_configure_tensor_parallel", "_configure_distributed_model")
+EVERY_METHOD = (
+    "_do_sanity_check",
+    "_configure_tensor_parallel",
+    "_configure_distributed_model",
+    "_configure_optimizer",
+)
 
 
 # In the workers

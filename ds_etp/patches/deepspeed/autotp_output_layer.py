@@ -24,6 +24,7 @@ from torch import nn
 
 from ds_etp.errors import config_error
 from ds_etp.log import logger
+from ds_etp.patches.base import swapped
 from ds_etp.patches.peft.expert_lora import is_peft_model
 
 KEY = "expert_tensor_parallel.replicate_lm_head"
@@ -122,13 +123,10 @@ def whole_output_layer(model: Any, wanted: bool | str, ds_config: Mapping[str, A
         return replace
 
     # Over what others have put there for the same while, adapters_split_with_layers.
-    before = {name: vars(AutoTP)[name] for name in ("_replace", "_replace_with_config", "_is_vocab_parallel_lm_head")}
-    AutoTP._replace = skipping(before["_replace"])
-    AutoTP._replace_with_config = skipping(before["_replace_with_config"])
-    # Its own choice for tied embeddings, without being asked, is the same split.
-    AutoTP._is_vocab_parallel_lm_head = lambda self, child, name: False
-    try:
+    with (
+        swapped(AutoTP, "_replace", skipping),
+        swapped(AutoTP, "_replace_with_config", skipping),
+        # Its own choice for tied embeddings, without being asked, is the same split.
+        swapped(AutoTP, "_is_vocab_parallel_lm_head", lambda _: lambda self, child, name: False),
+    ):
         yield
-    finally:
-        for name, original in before.items():
-            setattr(AutoTP, name, original)

@@ -1,4 +1,4 @@
-"""A module's own ways to save itself, where this rank doesn't hold its weights whole.
+"""Refuses the model's own save methods while its parameters are shards.
 
 `save_pretrained`, PEFT's one too, `safetensors.torch.save_model` and a pipeline's `save_state_dict` would write this
 rank's shards under the whole model's names. Refused, with the call that works. A state dict of whole tensors, as

@@ -37,15 +37,16 @@ def mark_expert_params(parameters: Iterable[nn.Parameter], groups: ExpertGroups)
 
 
 def set_zero3_leaf_modules(modules: Sequence[nn.Module]) -> None:
-    """Has ZeRO-3 follow each experts module as one, without the activation function inside.
+    """Marks each experts module as a ZeRO-3 leaf, so that its parameters are gathered together.
 
-    A family's forward calls that once for each expert that got tokens, so ranks would record different traces,
-    and ZeRO-3 stops where they differ. DeepSpeed does the same by itself for a few families (Mixtral, Qwen).
+    Otherwise the activation function, called once per non-empty expert, makes ranks record different prefetch traces.
+    Skipped for modules that share parameters: DeepSpeed would drop the second module's gradient. DeepSpeed marks the
+    modules of a few families (Mixtral, Qwen) itself.
     """
     owners = Counter(id(parameter) for module in modules for parameter in module.parameters())
     for module in modules:
-        # ZeRO-3 (0.19.5 to 0.19.8) reduces the gradients of such a module once it has run backward. Of what two modules
-        # share (diffusion_gemma's encoder and decoder) it would lose the part of the second.
+        # ZeRO-3 (0.19.5 to 0.19.8) reduces a leaf's gradients once the leaf has run backward; of parameters that two
+        # modules share (diffusion_gemma's encoder and decoder) that is before the second module's gradient is there.
         if all(owners[id(parameter)] == 1 for parameter in module.parameters()):
             set_z3_leaf_module(module, True)
 

@@ -32,7 +32,8 @@ from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.parallel import autograd
 from ds_etp.parallel.collectives import all_gather_single
 from ds_etp.parallel.process_groups import ProcessGroupInfo
-from ds_etp.patches.versions import check_peft_version
+from ds_etp.patches.signatures import check_signatures
+from ds_etp.patches.versions import warn_if_untested
 
 _INNER = "base_layer"
 # What PEFT puts between a module and the name it had: `base_layer` of a tuner, or the two of modules_to_save.
@@ -90,8 +91,10 @@ def check_adapters(model: Any, layouts: Mapping[str, ExpertsLayout]) -> None:
     """
     if not is_adapted(model) and not is_peft_model(model):
         return
-    check_peft_version()
     from peft.tuners.lora.layer import ParamWrapper
+
+    check_signatures("peft")
+    warn_if_untested("peft")
 
     if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
         raise config_error(

@@ -65,16 +65,21 @@ def refuse_split_model(model: nn.Module) -> None:
         )
 
 
-# Implementations that skip an index of num_experts and up where a module says it is expert parallel: rows they didn't
-# compute are zeroed, forward and backward (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the
-# gradient of a gate's bias, and before 5.8 nothing is zeroed.
+# Experts implementations that take an expert index >= num_experts as a sentinel where the module's
+# `_is_expert_parallel` is set: the (token, expert) row is not multiplied, and its output and gradient are zero
+# (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the gradient of a gate's bias; before 5.8 such
+# rows are not zeroed at all.
 _SKIPS_SENTINELS = ("grouped_mm", "batched_mm")
 
 
 def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
-    """Lets an experts module skip experts that are elsewhere, where it is of a kind that can.
+    """Sets `_is_expert_parallel` on an experts module, so that indices of other ranks' experts are sentinels.
 
-    Not with one expert a rank: the histogram of grouped_mm would read its range from the device.
+    Not with one local expert: `grouped_mm`'s histogram of expert indices would then read its range from the device, a
+    host sync.
+
+    Returns:
+        Whether the module's class knows sentinels, and now uses them.
     """
     can = hasattr(module, "_is_expert_parallel") and layout.adapter is None
     if not can or topology.ep == 1 or layout.num_experts == topology.ep:
@@ -84,5 +89,5 @@ def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> 
 
 
 def skips_sentinels(module: nn.Module) -> bool:
-    """Whether an experts module that may skip experts does so under the implementation it has now."""
+    """Whether the experts implementation that the module's config names now skips sentinels."""
     return experts_implementation(module) in _SKIPS_SENTINELS

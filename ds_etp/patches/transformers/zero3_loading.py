@@ -22,7 +22,7 @@ _NAME = "_apply_weight_conversions_to_state_dict"
 
 def loading_patches() -> list[MethodPatch]:
     """The patch, not yet applied; none where this transformers has no such guard."""
-    if not inspect.isgeneratorfunction(getattr(host, _NAME, None)):
+    if not inspect.isgeneratorfunction(inspect.unwrap(getattr(host, _NAME, len))):
         return []
     return [MethodPatch(host, _NAME, _convert_before_the_split)]
 

@@ -28,6 +28,8 @@ from ds_etp.config.deepspeed import AUTOTP, BLOCK
 from ds_etp.errors import config_error
 from ds_etp.parallel.process_groups import ProcessGroupInfo
 from ds_etp.patches.base import MethodPatch
+from ds_etp.patches.signatures import check_signatures
+from ds_etp.patches.versions import warn_if_untested
 
 _TRAINERS = {
     "GRPOConfig": ("trl.trainer.grpo_trainer", "GRPOTrainer"),
@@ -57,6 +59,9 @@ def _reaching_trainers(original: Callable[..., Any]) -> Callable[..., Any]:
                 "those of a tensor-parallel group several times, and numbers samples by their place",
                 works="false",
             )
+        if tp > 1:
+            check_signatures("trl")
+            warn_if_untested("trl")
         for module, trainer in (_TRAINERS[name] for name in names if tp > 1 and name in _TRAINERS):
             _patch(getattr(import_module(module), trainer))
         return original(self, args, *rest, **kwargs)

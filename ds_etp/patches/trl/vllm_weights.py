@@ -19,9 +19,12 @@ from ds_etp.parameters.read import reader_of
 from ds_etp.patches.base import MethodPatch
 from ds_etp.patches.deepspeed.engine_of import engine_of
 from ds_etp.patches.peft.expert_lora import is_peft_model
-from ds_etp.patches.versions import check_trl_version
+from ds_etp.patches.signatures import check_signatures
+from ds_etp.patches.versions import warn_if_untested
 
-_MODULE, _ITERATOR, _SYNC = "trl.generation.vllm_generation", "_iter_named_params", "sync_weights"
+_MODULE = "trl.generation.vllm_generation"
+_ITERATOR = "_iter_named_params"
+_SYNC = "sync_weights"
 
 
 def install_vllm_weights() -> None:
@@ -32,14 +35,15 @@ def install_vllm_weights() -> None:
     if _ITERATOR in vars(host):
         MethodPatch(host, _ITERATOR, _whole_parameters).apply()
     if _SYNC in vars(host):
-        MethodPatch(host, _SYNC, _checked_version).apply()
+        MethodPatch(host, _SYNC, _checked_host).apply()
 
 
-def _checked_version(original: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_host(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sync_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         if engine_of(self.model) is not None:
-            check_trl_version()
+            check_signatures("trl")
+            warn_if_untested("trl")
         return original(self, *args, **kwargs)
 
     return sync_weights
