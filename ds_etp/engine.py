@@ -33,7 +33,7 @@ from ds_etp.patches.deepspeed import optimizers, overrides
 from ds_etp.patches.deepspeed import pipeline_autotp as stage_tp
 from ds_etp.patches.deepspeed import ulysses as sequence
 from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
-from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
+from ds_etp.patches.deepspeed.autotp import dense_tp_plan, skip_frozen_grad_hooks
 from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
 from ds_etp.patches.deepspeed.autotp_output_layer import whole_output_layer
 from ds_etp.patches.deepspeed.engine import engine_patches, raw_config
@@ -117,7 +117,7 @@ class _Events:
         paths = [plain_path(path) for path in extension.layouts]
         with (
             stage_tp.tp_plan_from_hf_names(model) if engine.pipeline_parallelism else nullcontext(),
-            tp_plan_without_experts(model, paths),
+            dense_tp_plan(model, paths),
             skip_frozen_grad_hooks(model),
             adapters_split_with_layers(model),
             whole_output_layer(model, extension.block.replicate_lm_head, raw_config(engine)),

@@ -86,15 +86,15 @@ class LiveTensors:
     def _own_sources(self, topology: Topology, wanted: list[LogicalTensor]) -> dict[str, _Source]:
         """Of what this rank's pipeline stage has."""
         first = self._first
-        near = self._root if self._root in topology.stage_of(first) else first
+        nearest = self._root if self._root in topology.stage_of(first) else first
         holders = {
-            "whole": (near,),
-            "tensor": topology.group_of("tp", near),
-            "expert": topology.group_of("expert_model_parallel", near),
+            "whole": (nearest,),
+            "tensor": topology.group_of("tp", nearest),
+            "expert": topology.group_of("expert_model_parallel", nearest),
         }
         found = {t.name: _Source(TensorSpec(self._dtype(t), t.shape), first, holders[t.kind]) for t in wanted}
         for name, buffer in self._buffers.items():
-            found[name] = _Source(TensorSpec(buffer.dtype, tuple(buffer.shape), False), first, (near,))
+            found[name] = _Source(TensorSpec(buffer.dtype, tuple(buffer.shape), False), first, (nearest,))
         return found
 
     def _dtype(self, tensor: LogicalTensor) -> torch.dtype:

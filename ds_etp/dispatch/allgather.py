@@ -29,7 +29,7 @@ class AllGather(TokenDispatcher):
         groups, tokens = self.groups, len(x)
         sizes = self._sizes(tokens, x.device)
         x, index, weights = c.scatter_to_tp(groups.tp, x, index, weights)
-        index_dtype, index = index.dtype, index.to(torch.int32)  # half the bytes on the wire
+        index_dtype, index = index.dtype, index.to(torch.int32)  # half the bytes to send
         expert_peers = groups.expert_model_parallel
         x, index, weights = c.all_gather(expert_peers, sizes, x, index, weights, reduce_dtype=self.reduce_dtype)
         return self._to_local(x, index.to(index_dtype), weights, tokens, with_sentinels=with_sentinels, handle=sizes)

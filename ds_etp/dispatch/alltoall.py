@@ -115,7 +115,7 @@ class AllToAll(TokenDispatcher):
             self.groups,
             padding,
             layout.owned(tokens, layout.expert_mp_rank),
-            [x, weights, index.to(torch.int32)],  # half the bytes on the wire
+            [x, weights, index.to(torch.int32)],  # half the bytes to send
         )
         if padding is not None:
             choices = self.choices(unpadded(inputs[2], owned))

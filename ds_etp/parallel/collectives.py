@@ -196,13 +196,13 @@ class PackedAllReduce:
         self._dtypes = [own for _, own in models]
         self._messages: list[Tensor] = []
         parts: dict[int, Tensor] = {}
-        for wire_dtype, indices in _by_dtype(self._dtypes, dtype).items():
+        for sent_dtype, indices in _by_dtype(self._dtypes, dtype).items():
             shapes = [models[index][0] for index in indices]
             if len(indices) == 1:  # the message itself: what a function of autograd returns should be no view
-                message = parts[indices[0]] = torch.empty(shapes[0], dtype=wire_dtype, device=device)
+                message = parts[indices[0]] = torch.empty(shapes[0], dtype=sent_dtype, device=device)
             else:  # one after the other, and not side by side: parts are contiguous
                 width = sum(prod(shape[1:]) for shape in shapes)
-                message = torch.empty(shapes[0][0], width, dtype=wire_dtype, device=device)
+                message = torch.empty(shapes[0][0], width, dtype=sent_dtype, device=device)
                 runs = message.view(-1).split([shape.numel() for shape in shapes])
                 views = [run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
                 parts |= dict(zip(indices, views, strict=True))
@@ -230,10 +230,10 @@ def _reduced(
 ) -> tuple[Tensor, ...]:
     """Runs `reduce` once per dtype, on tensors joined along their columns, in `dtype` where one is given."""
     results: list[Tensor | None] = [None] * len(tensors)
-    for wire_dtype, indices in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
+    for sent_dtype, indices in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
         columns = [tensors[index].flatten(1) for index in indices]
         joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-        summed = reduce(joined.to(wire_dtype).contiguous())
+        summed = reduce(joined.to(sent_dtype).contiguous())
         widths = [tensors[index].flatten(1).shape[1] for index in indices]
         for index, column in zip(indices, summed.split(widths, dim=1), strict=True):
             model = tensors[index]

@@ -22,7 +22,7 @@ def check_rank(key: str, rank: int | None) -> None:
         raise config_error(key, rank, f"is not one of the {world} ranks", works=f"0 to {world - 1}, or None")
 
 
-def check_own_experts(engine: Any) -> None:
+def check_expert_owners(engine: Any) -> None:
     """Refuses a model with experts that DeepSpeed's own MoE layers have dealt out: their shards are unknown here.
 
     Raises:
@@ -49,6 +49,8 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> set[str]:
     for name in given:
         if name not in known:
             last = name.rpartition(".")[2]
-            near = [other for other in known if other.endswith(f".{last}")] or list(known)
-            raise config_error("names", name, "is not a parameter of this model", works=near[:3], label="Names such as")
+            nearest = [other for other in known if other.endswith(f".{last}")] or list(known)
+            raise config_error(
+                "names", name, "is not a parameter of this model", works=nearest[:3], label="Names such as"
+            )
     return set(given)

@@ -15,7 +15,7 @@ from ds_etp.checkpoint.export import LiveTensors
 from ds_etp.checkpoint.format import WEIGHT
 from ds_etp.errors import CheckpointError
 from ds_etp.parallel.consensus import assert_same_on_all_ranks
-from ds_etp.parameters.checks import check_names, check_own_experts, check_rank
+from ds_etp.parameters.checks import check_expert_owners, check_names, check_rank
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
 from ds_etp.patches.peft.export import without_empty_wrapper
@@ -55,7 +55,7 @@ def edit_parameters(
             on every rank alike. What was changed until then stays changed.
     """
     check_rank("modifier_rank", modifier_rank)
-    check_own_experts(engine)
+    check_expert_owners(engine)
     model, topology, states = without_empty_wrapper(engine.module), topology_of(engine), states_of(engine)
     states.before_load()
     edits: _Edits | None = None

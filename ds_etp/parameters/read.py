@@ -15,7 +15,7 @@ from ds_etp.checkpoint.export import LiveTensors
 from ds_etp.checkpoint.export_api import as_dtype
 from ds_etp.errors import config_error
 from ds_etp.parallel.consensus import assert_same_on_all_ranks, raise_if_any_failed
-from ds_etp.parameters.checks import check_names, check_own_experts, check_rank
+from ds_etp.parameters.checks import check_expert_owners, check_names, check_rank
 from ds_etp.patches.deepspeed.compute_weights import compute_weights
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
@@ -124,7 +124,7 @@ def reader_of(
     """What `full_parameters` runs through, with the shapes of all items. Collective; the same arguments and errors."""
     target = as_dtype(dtype)
     check_rank("to_rank", to_rank)
-    check_own_experts(engine)
+    check_expert_owners(engine)
     model = without_empty_wrapper(engine.module)
     if merge_adapters and is_adapted(model) and not is_peft_model(model):
         raise config_error(

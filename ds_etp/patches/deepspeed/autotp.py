@@ -47,7 +47,7 @@ def drop_expert_entries(plan: dict[str, str], expert_paths: Iterable[str]) -> di
 
 
 @contextmanager
-def tp_plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
+def dense_tp_plan(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
     """While AutoTP partitions `model`, hides the entries of its experts from it.
 
     A model of PEFT has the plan of the one inside, of which AutoTP would miss what the inner model's class adds,

@@ -135,10 +135,10 @@ def _repair(engine: Any, found: dict[str, Any], tp: ProcessGroupInfo) -> None:
             kept = (WEIGHT, *sorted(optimizer_tensor.states()))
             parts += [states_of[name].local_part(state_name) for state_name in kept]
         for part in parts:
-            _from_first(part, tp, engine.device)
+            _broadcast_from_first_rank(part, tp, engine.device)
 
 
-def _from_first(part: Tensor, tp: ProcessGroupInfo, device: torch.device) -> None:
+def _broadcast_from_first_rank(part: Tensor, tp: ProcessGroupInfo, device: torch.device) -> None:
     message = part.to(device).contiguous()
     dist.broadcast(message, src=tp.ranks[0], group=tp.group)
     if tp.index:

@@ -218,7 +218,7 @@ def _split_class(wrapper: type[nn.Module]) -> type[nn.Module]:
     """PEFT's wrapper class, working on a shard. PEFT's own methods decide which adapters are active or merged."""
 
     class SplitParamWrapper(wrapper):  # type: ignore[misc, valid-type]
-        ds_etp_unsplit = wrapper
+        ds_etp_wrapped_class = wrapper
 
         @contextmanager
         def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:

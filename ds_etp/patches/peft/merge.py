@@ -130,7 +130,7 @@ def merge(step: MergeStep, tensors: Mapping[str, Tensor | None]) -> None:
         with torch.no_grad():
             for wrapper, kind in zip(step.wrappers, classes, strict=True):
                 # Around split experts, the class that makes no more than a shard's part of the product.
-                wrapper.__class__ = getattr(kind, "ds_etp_unsplit", kind)
+                wrapper.__class__ = getattr(kind, "ds_etp_wrapped_class", kind)
                 if set(wrapper.active_adapters) - set(wrapper.merged_adapters):
                     wrapper.merge()
         for name in step.outputs:
