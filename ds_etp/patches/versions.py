@@ -24,7 +24,7 @@ PEFT_MAX = "0.21"
 # Only for its trainers under tensor parallelism, and its weight sync with vLLM.
 TRL_MIN = "1.16"
 TRL_MAX = "1.16"
-# `Accelerator.get_state_dict` only; `setup.py` asks for no release.
+# `Accelerator.get_state_dict` and `DeepSpeedPlugin.fill_match` only; `setup.py` asks for no release.
 ACCELERATE_MIN = "1.15"
 ACCELERATE_MAX = "1.15"
 
