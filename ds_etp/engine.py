@@ -17,7 +17,7 @@ from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
-from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
+from ds_etp.experts import build
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
@@ -149,7 +149,7 @@ class _Events:
         extension.node = node = node_size()
         extension.choices = choose_dispatchers(model, extension.layouts, topology, extension.block, node.ranks)
         half = engine.fp16_enabled() or engine.bfloat16_enabled()
-        unaligned, warning = misaligned_shards(model, extension.layouts, topology, 2 if half else None)
+        unaligned, warning = build.misaligned_shards(model, extension.layouts, topology, 2 if half else None)
         for path in unaligned:
             run_eagerly(model.get_submodule(path))
         reader = ShardReader(engine, groups.zero_group)
@@ -158,8 +158,9 @@ class _Events:
         engine.has_moe_layers = bool(extension.layouts)
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
-        _log(extension)
-        for sentence in filter(None, (warning, *ineffective_options(model, extension.block))):
+        forwards, slower = build.experts_forwards(model)
+        _log(extension, forwards)
+        for sentence in filter(None, (warning, slower, *build.ineffective_options(model, extension.block))):
             _warn(sentence)
 
     def optimizer_arguments(self, engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
@@ -211,10 +212,10 @@ def _shard_model(
     block = extension.block
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     set_zero3_leaf_modules(list(modules.values()))
-    shared_overlap = enable_shared_expert_overlap(model, modules, _warn) if block.overlap else {}
+    shared_overlap = build.enable_shared_expert_overlap(model, modules, _warn) if block.overlap else {}
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
-        shard = make_shard(
+        shard = build.make_shard(
             path, module, layout, groups, extension.choices[path].dispatcher, block, shared_overlap.get(path)
         )
         mark_expert_params(module.parameters(), groups)
@@ -253,7 +254,7 @@ def _warn(sentence: str) -> None:
         logger().warning(sentence)
 
 
-def _log(extension: Extension) -> None:
+def _log(extension: Extension, forwards: list[tuple[str, str]]) -> None:
     topology, block = extension.topology, extension.block
     choices = list(extension.choices.values())
     if topology.pp > 1:
@@ -262,7 +263,7 @@ def _log(extension: Extension) -> None:
         return
     rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "dispatcher"]
     rows.extend([("ranks per node", str(extension.node)), *dispatcher_rows(choices, block)])
-    rows.append(("experts modules", str(len(choices))))
+    rows.extend([("experts modules", str(len(choices))), *forwards])
     log_table("expert tensor parallelism", rows)
 
 

@@ -44,6 +44,9 @@ DEEPSPEED_SEQUENCES = "0.19.8"
 # So are those of `patches.deepspeed.pipeline_*`.
 DEEPSPEED_PIPELINES = "0.19.8"
 
+# `patches.transformers.grouped_mm` calls `_grouped_linear` as it is from this release on.
+TRANSFORMERS_GROUPED_LINEAR = "5.8"
+
 
 def check_host_versions(zero_stage: int, tp: int) -> None:
     """Refuses releases that are known to be wrong; warns, once, of those outside the tested range.
