@@ -25,7 +25,7 @@ class NodeSize:
     source: str
 
     def __str__(self) -> str:
-        return f"{self.ranks} (from {self.source})"
+        return f"{self.ranks} ({self.source})"
 
 
 def node_size() -> NodeSize:
