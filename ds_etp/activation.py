@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -33,16 +34,34 @@ def request() -> None:
 def find_deepspeed() -> ModuleSpec | None:
     """DeepSpeed's spec, from the other finders, with a call of `on_deepspeed_import` after its import."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != _FINDER]
-    spec = find_spec("deepspeed")
+    return _spec_with_call("deepspeed", on_deepspeed_import)
+
+
+def _spec_with_call(name: str, call: Callable[[], None]) -> ModuleSpec | None:
+    spec = find_spec(name)
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            on_deepspeed_import()
+            call()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
     return spec
+
+
+class _CallAfterImport:
+    """A finder that has a function called after the import of one module, and then is gone."""
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        return _spec_with_call(name, self._call)
 
 
 def on_deepspeed_import() -> None:
@@ -50,6 +69,7 @@ def on_deepspeed_import() -> None:
 
     An error is kept until DeepSpeed meets the block: most processes that import DeepSpeed have none.
     """
+    from ds_etp.patches.accelerate import auto_values
     from ds_etp.patches.deepspeed.unread_block import watch_for_block
 
     failure: ConfigError | None = None
@@ -61,3 +81,7 @@ def on_deepspeed_import() -> None:
         except ConfigError as error:
             failure = error
     watch_for_block(failure)
+    if auto_values.MODULE in sys.modules:
+        auto_values.keep_block_from_accelerate()
+    else:
+        sys.meta_path.insert(0, _CallAfterImport(auto_values.MODULE, auto_values.keep_block_from_accelerate))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,16 +17,18 @@ from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
-from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
+from ds_etp.experts import build
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
 from ds_etp.loading.deferred import deferred_modules, is_deferred, with_progress
 from ds_etp.loading.reader import ShardReader
 from ds_etp.log import log_table, logger
+from ds_etp.parallel.nodes import NodeSize, node_size
 from ds_etp.parallel.process_groups import ExpertGroups, check_group_name_free
 from ds_etp.parallel.topology import Topology
-from ds_etp.patches.accelerate import install_get_state_dict
+from ds_etp.patches.accelerate.auto_values import keep_block_from_accelerate
+from ds_etp.patches.accelerate.state_dict import install_get_state_dict
 from ds_etp.patches.deepspeed import optimizers, overrides
 from ds_etp.patches.deepspeed import pipeline_autotp as stage_tp
 from ds_etp.patches.deepspeed import ulysses as sequence
@@ -70,6 +70,7 @@ class Extension:
         layouts: the layout of each experts module of this rank's stage, by path; empty until the model is known.
         groups: the process groups; None until the model is sharded.
         choices: the dispatcher of each experts module, by path, and what it moves; empty until the model is sharded.
+        node: how many ranks share a node, and how that is known; None until the model is sharded.
         checked: whether the model is known, and its layouts with it.
     """
 
@@ -78,6 +79,7 @@ class Extension:
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
     groups: ExpertGroups | None = None
     choices: dict[str, DispatchChoice] = field(default_factory=dict)
+    node: NodeSize | None = None
     checked: bool = False
 
 
@@ -131,22 +133,23 @@ class _Events:
             _refuse_deferred(model)
             return
         _check_model(engine, model, extension)
-        if extension.topology.tp > 1 and extension.topology.cp > 1:
-            sequence_tp.lay_out_sequences(engine, model, extension.topology)
-        if extension.topology.tp > 1:
+        topology = extension.topology
+        if topology.tp > 1 and topology.cp > 1:
+            sequence_tp.lay_out_sequences(engine, model, topology)
+        if topology.tp > 1:
             fuse_column_input_grads(model)
-        if extension.topology.tp > 1 and engine.pipeline_parallelism:
+        if topology.tp > 1 and engine.pipeline_parallelism:
             stage_tp.restore_pipeline_mpu(engine, model)
-        pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
-        extension.groups = groups = ExpertGroups(extension.topology, pipeline)
+        pipeline = engine.mpu.get_pipe_parallel_group() if topology.pp > 1 else None
+        extension.groups = groups = ExpertGroups(topology, pipeline)
         overrides.on_destroy(engine, groups.destroy)
         if engine.pipeline_parallelism:
             overrides.on_destroy(engine, partial(clear_global_mpu, engine))
             refuse_stage_files(model)
-        per_node = _ranks_per_node(engine.device)
-        extension.choices = choose_dispatchers(model, extension.layouts, extension.topology, extension.block, per_node)
+        extension.node = node = node_size()
+        extension.choices = choose_dispatchers(model, extension.layouts, topology, extension.block, node.ranks)
         half = engine.fp16_enabled() or engine.bfloat16_enabled()
-        unaligned, warning = misaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
+        unaligned, warning = build.misaligned_shards(model, extension.layouts, topology, 2 if half else None)
         for path in unaligned:
             run_eagerly(model.get_submodule(path))
         reader = ShardReader(engine, groups.zero_group)
@@ -155,8 +158,9 @@ class _Events:
         engine.has_moe_layers = bool(extension.layouts)
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
-        _log(extension)
-        for sentence in filter(None, (warning, *ineffective_options(model, extension.block))):
+        forwards, slower = build.experts_forwards(model)
+        _log(extension, forwards)
+        for sentence in filter(None, (warning, slower, *build.ineffective_options(model, extension.block))):
             _warn(sentence)
 
     def optimizer_arguments(self, engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
@@ -202,25 +206,16 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     extension.checked = True
 
 
-def _ranks_per_node(device: torch.device) -> int:
-    """Ranks that share a node: the fewest that any rank's launcher says, so that all ranks choose alike."""
-    named = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
-    local = next((int(value) for value in named if value.isdecimal() and int(value)), dist.get_world_size())
-    fewest = torch.tensor(local, device=device)
-    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
-    return int(fewest)
-
-
 def _shard_model(
     model: nn.Module, extension: Extension, groups: ExpertGroups, reader: ShardReader, *, zero3: bool
 ) -> None:
     block = extension.block
     modules = {path: model.get_submodule(path) for path in extension.layouts}
     set_zero3_leaf_modules(list(modules.values()))
-    shared_overlap = enable_shared_expert_overlap(model, modules, _warn) if block.overlap else {}
+    shared_overlap = build.enable_shared_expert_overlap(model, modules, _warn) if block.overlap else {}
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
-        shard = make_shard(
+        shard = build.make_shard(
             path, module, layout, groups, extension.choices[path].dispatcher, block, shared_overlap.get(path)
         )
         mark_expert_params(module.parameters(), groups)
@@ -259,7 +254,7 @@ def _warn(sentence: str) -> None:
         logger().warning(sentence)
 
 
-def _log(extension: Extension) -> None:
+def _log(extension: Extension, forwards: list[tuple[str, str]]) -> None:
     topology, block = extension.topology, extension.block
     choices = list(extension.choices.values())
     if topology.pp > 1:
@@ -267,8 +262,8 @@ def _log(extension: Extension) -> None:
     if dist.get_rank() != 0:
         return
     rows = [(name, value) for name, value in block_config.layout_table(topology, block) if name != "dispatcher"]
-    rows.extend(dispatcher_rows(choices, block))
-    rows.append(("experts modules", str(len(choices))))
+    rows.extend([("ranks per node", str(extension.node)), *dispatcher_rows(choices, block)])
+    rows.extend([("experts modules", str(len(choices))), *forwards])
     log_table("expert tensor parallelism", rows)
 
 
@@ -286,6 +281,7 @@ def register() -> None:
     check_signatures()
     for patch in _PATCHES:
         patch.apply()
+    keep_block_from_accelerate()
 
 
 def is_registered() -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +21,10 @@ from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.peft.expert_lora import plain_path
+from ds_etp.patches.transformers.experts_flags import experts_implementation
 from ds_etp.patches.transformers.experts_interface import enable_sentinels, is_aligned, skips_sentinels
-from ds_etp.patches.transformers.grouped_mm import sorted_forward
+from ds_etp.patches.transformers.grouped_mm import host_fault, sorted_forward
+from ds_etp.patches.versions import TRANSFORMERS_GROUPED_LINEAR, TRANSFORMERS_MAX
 
 
 def make_shard(
@@ -128,3 +133,35 @@ def ineffective_options(model: nn.Module, block: ExpertTensorParallelConfig) -> 
             "expert a rank, dispatchers replicated and allgather, transformers 5.18 or newer, and "
             "experts_implementation grouped_mm or batched_mm"
         )
+
+
+def experts_forwards(model: nn.Module) -> tuple[list[tuple[str, str]], str]:
+    """What computes a sharded model's experts now, as rows (name, value) of the layout's table, and what it lacks.
+
+    A stage without experts has no row. The sentence is empty where nothing is lacking.
+    """
+    modules = [module for _, module in sharded_modules(model)]
+    counts = Counter(_experts_forward(module) for module in modules)
+    value = ", ".join(name if len(counts) == 1 else f"{name} ({count})" for name, count in counts.items())
+    rows = [("experts run", value)] if modules else []
+    if not any(_gets_sorted_rows(module) and experts_implementation(module) == "grouped_mm" for module in modules):
+        return rows, ""
+    fault = host_fault()
+    return rows, fault and (
+        f"transformers {version('transformers')} {fault}: experts run its own grouped_mm forward, which sorts rows "
+        "once more. The same numbers, in more time and memory. ds_etp's forward for sorted rows knows transformers "
+        f"{TRANSFORMERS_GROUPED_LINEAR} to {TRANSFORMERS_MAX}."
+    )
+
+
+def _gets_sorted_rows(module: Any) -> bool:
+    """Whether dispatchers bring rows expert by expert to a sharded module that is called in the usual way."""
+    shard: Shard = module.ds_etp_shard
+    return shard.topology.ep > 1 and shard.sorted_forward is not None and not uses_sentinels(module)
+
+
+def _experts_forward(module: Any) -> str:
+    name = experts_implementation(module) or "the family's own"
+    if name != "grouped_mm" or not _gets_sorted_rows(module):
+        return name
+    return f"{name}, rows are sorted" if sorted_forward(module) is not None else f"{name}, sorts rows again"

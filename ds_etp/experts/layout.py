@@ -5,15 +5,17 @@ Legend: E experts, H hidden size, I intermediate size. A shard is `I / etp` colu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
+
+SizeKind = Literal["experts", "intermediate"]  # E, I
 
 
 class UnsupportedExperts(ConfigError):
@@ -112,6 +114,7 @@ class ExpertsLayout:
         parameters: layout by parameter name; the module has no other parameters.
         adapter: the mixin for a calling convention other than `experts(x [T, H], index [T, K], weights [T, K])`:
             a subclass of `ds_etp.experts.sharded.ShardedExperts`.
+        sizes: the module's attributes that hold E or I, by name; see `ds_etp.experts.sizes`.
     """
 
     num_experts: int
@@ -119,6 +122,7 @@ class ExpertsLayout:
     intermediate_size: int
     parameters: dict[str, ParameterLayout]
     adapter: type[Any] | None = None
+    sizes: Mapping[str, SizeKind] = field(default_factory=dict)
 
     @property
     def spare_experts(self) -> int:

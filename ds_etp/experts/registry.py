@@ -8,16 +8,25 @@ and trains wrong.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from ds_etp import aliases
+from ds_etp.errors import config_error
 from ds_etp.experts.adapters import ExpertMajorRows, IdentityExperts
-from ds_etp.experts.layout import ExpertsLayout, ParameterLayout, ShardSpec, UnsupportedExperts, apply_specs
+from ds_etp.experts.layout import (
+    ExpertsLayout,
+    ParameterLayout,
+    ShardSpec,
+    SizeKind,
+    UnsupportedExperts,
+    apply_specs,
+)
 from ds_etp.experts.sharded import ShardedExperts
+from ds_etp.experts.sizes import sizes_of
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.transformers.experts_flags import apply_gate, is_decorated, is_split_by_transformers
 
@@ -25,14 +34,17 @@ from ds_etp.patches.transformers.experts_flags import apply_gate, is_decorated, 
 _FLAG_DEFAULTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
 _KNOWN_FLAGS = (*_FLAG_DEFAULTS, "is_concatenated", "_is_expert_parallel")
 
+_KINDS = '"experts", "intermediate", None'
+
 
 @dataclass(frozen=True)
 class _Row:
-    """What is known of one class: how its parameters are sharded, or why they can't be."""
+    """What is known of one class: how its parameters are sharded, or why they can't be, and names of its sizes."""
 
     specs: dict[str, ShardSpec]
     adapter: type[Any] | None = None
     refusal: str = ""
+    sizes: Mapping[str, SizeKind | None] = field(default_factory=dict)
 
 
 _GATE_UP = {"gate_up_proj": ShardSpec(dim=1, fused_chunks=2), "down_proj": ShardSpec(dim=2)}
@@ -46,6 +58,7 @@ _ROWS: dict[str, _Row] = {
     "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _Row(
         {"gate_up_proj": ShardSpec(dim=1, fused_chunks=2, has_zero_compute_rows=True), "down_proj": ShardSpec(dim=2)},
         IdentityExperts,
+        sizes={"total_experts": None, "zero_expert_num": None},  # its indices go on counting after all experts
     ),
     "transformers.models.dbrx.modeling_dbrx.DbrxExperts": _Row(
         {}, refusal="it keeps the rows of all experts in one matrix [E * I, H]"
@@ -66,6 +79,7 @@ def register_layout(
     experts_class: type[nn.Module] | str,
     specs: Mapping[str, ShardSpec] | None = None,
     adapter: type[ShardedExperts] | None = None,
+    sizes: Mapping[str, SizeKind | None] | None = None,
     **old_names: Any,
 ) -> None:
     """Tells ds_etp how the parameters of an experts class of yours are sharded. Call it before `initialize`.
@@ -79,9 +93,12 @@ def register_layout(
         specs: how each of its parameters `[E, ...]` is sharded, by name; all of them.
         adapter: for a class that isn't called as `experts(x [T, H], index [T, K], weights [T, K])`: a subclass of
             `ShardedExperts` whose `forward` takes what it is called with.
+        sizes: attributes of the class that its code reads, by name: `"experts"` for one that holds E, and is to hold
+            `E / ep`, `"intermediate"` for I and `I / etp`, None for one that stays as it is. The usual names
+            (`num_experts`, `intermediate_size`, `hidden_size`, `top_k`, ...) are known.
 
     Raises:
-        ConfigError: no parameter holds I.
+        ConfigError: no parameter holds I, or a size is of no such kind.
     """
     specs = aliases.argument(specs, "specs", old_names)
     name = experts_class if isinstance(experts_class, str) else _full_name(experts_class)
@@ -89,7 +106,10 @@ def register_layout(
         raise UnsupportedExperts(
             f"register_layout({name!r}): no parameter is sharded. Give one a ShardSpec with a dim."
         )
-    _ROWS[name] = _Row(dict(specs), adapter)
+    for size, kind in (sizes or {}).items():
+        if kind not in (None, *get_args(SizeKind)):
+            raise config_error(f"register_layout({name!r}): sizes[{size!r}]", kind, "is no kind of size", works=_KINDS)
+    _ROWS[name] = _Row(dict(specs), adapter, sizes=dict(sizes or {}))
 
 
 def _full_name(experts_class: type) -> str:
@@ -144,7 +164,7 @@ def read_layout(path: str, module: nn.Module) -> ExpertsLayout:
     reasons = list(_obstacles(module))
     layout: ExpertsLayout | str = ""
     if not reasons:
-        layout = _read(module)
+        layout = _with_sizes(module, _read(module))
         reasons = [layout] if isinstance(layout, str) else []
     if isinstance(layout, str):
         raise UnsupportedExperts(
@@ -184,6 +204,14 @@ def _obstacles(module: nn.Module) -> Iterator[str]:
     for name, value in vars(module).items():
         if isinstance(value, bool) and name.startswith(("has_", "is_")) and name not in _KNOWN_FLAGS:
             yield f"an unknown layout flag {name}={value}, newer than this ds_etp"
+
+
+def _with_sizes(module: nn.Module, layout: ExpertsLayout | str) -> ExpertsLayout | str:
+    if isinstance(layout, str):
+        return layout
+    row = _row_of(module)
+    sizes = sizes_of(module, layout.num_experts, layout.intermediate_size, row.sizes if row is not None else {})
+    return sizes if isinstance(sizes, str) else replace(layout, sizes=sizes)
 
 
 def _read(module: nn.Module) -> ExpertsLayout | str:

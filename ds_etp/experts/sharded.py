@@ -169,14 +169,9 @@ def convert_module(module: nn.Module, shard: Shard) -> None:
     """Gives a module whose parameters were sliced its new class and its local sizes."""
     module.ds_etp_shard = shard  # type: ignore[assignment]
     layout, topology = shard.layout, shard.topology
-    for name, value in vars(module).items():
-        if type(value) is not int:
-            continue
-        # Families keep these sizes under names of their own (num_experts, num_local_experts, intermediate_dim, ...).
-        if "expert" in name and value == layout.num_experts:
-            setattr(module, name, value // topology.ep)
-        elif "intermediate" in name and value == layout.intermediate_size:
-            setattr(module, name, value // topology.etp)
+    parts = {"experts": topology.ep, "intermediate": topology.etp}
+    for name, kind in layout.sizes.items():
+        setattr(module, name, vars(module)[name] // parts[kind])
     once = [name for name, parameter in layout.parameters.items() if parameter.dim is None and topology.etp > 1]
     mixin: type = layout.adapter or ShardedExperts
     module.__class__ = _sharded_class(type(module), mixin, tuple(once))  # type: ignore[arg-type]  # hash of Module

@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ds_etp.errors import ConfigError, config_error
+from ds_etp.patches.accelerate.signatures import TABLE as ACCELERATE
 from ds_etp.patches.deepspeed.signatures import TABLE as DEEPSPEED
 from ds_etp.patches.peft.signatures import TABLE as PEFT
 from ds_etp.patches.transformers.signatures import TABLE as TRANSFORMERS
@@ -37,7 +38,7 @@ TABLES: dict[str, Table] = {
     "transformers": TRANSFORMERS,
     "peft": PEFT,
     "trl": TRL,
-    "accelerate": {"accelerate.accelerator:Accelerator": {"get_state_dict": "self, model, unwrap"}},
+    "accelerate": ACCELERATE,
 }
 # What every engine depends on. The others are looked at where they are used.
 ALWAYS = ("deepspeed", "transformers")

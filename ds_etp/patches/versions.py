@@ -24,7 +24,7 @@ PEFT_MAX = "0.21"
 # Only for its trainers under tensor parallelism, and its weight sync with vLLM.
 TRL_MIN = "1.16"
 TRL_MAX = "1.16"
-# `Accelerator.get_state_dict` only; `setup.py` asks for no release.
+# `Accelerator.get_state_dict` and `DeepSpeedPlugin.fill_match` only; `setup.py` asks for no release.
 ACCELERATE_MIN = "1.15"
 ACCELERATE_MAX = "1.15"
 
@@ -43,6 +43,9 @@ DEEPSPEED_ZERO3_WITH_TP = "0.19.8"
 DEEPSPEED_SEQUENCES = "0.19.8"
 # So are those of `patches.deepspeed.pipeline_*`.
 DEEPSPEED_PIPELINES = "0.19.8"
+
+# `patches.transformers.grouped_mm` calls `_grouped_linear` as it is from this release on.
+TRANSFORMERS_GROUPED_LINEAR = "5.8"
 
 
 def check_host_versions(zero_stage: int, tp: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {**row, "position_ids": torch.arange(LENGTH)} if self.positions else row
 
 
-def arguments(job: Job, folder: Path, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
+def arguments(job: Job, folder: Path, ranks: int, deepspeed: dict[str, Any] | str | None) -> TrainingArguments:
     """The same training for any number of data-parallel ranks."""
     options: dict[str, Any] = {
         "output_dir": str(folder),
@@ -111,7 +112,9 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def run(job: Job, folder: Path, ranks: int = 1, deepspeed: dict[str, Any] | None = None, model: Any = None) -> Trainer:
+def run(
+    job: Job, folder: Path, ranks: int = 1, deepspeed: dict[str, Any] | str | None = None, model: Any = None
+) -> Trainer:
     """Trains to the end and returns the trainer."""
     # The model first: under ZeRO-3 arguments, transformers draws other random weights.
     model = model or make_model(job.family, router_aux_loss_coef=job.aux)
@@ -157,7 +160,22 @@ def deepspeed_config(layout: Layout) -> dict[str, Any]:
     }
     if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tp}
+    for key, value in layout.extra:
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
     return config
+
+
+# Every key of the block that takes "auto", which Trainer and accelerate have a meaning of their own for.
+AUTO = dict.fromkeys(("etp_size", "dispatcher", "reduce_dtype", "replicate_lm_head"), "auto")
+
+
+def as_file(config: dict[str, Any], folder: Path) -> str:
+    """A config as a file, the same one for all ranks: what scripts name on their command lines."""
+    path = folder / "ds.json"
+    if int(os.environ.get("RANK", "0")) == 0:
+        path.write_text(json.dumps(config))
+    torch.distributed.barrier()
+    return str(path)
 
 
 def forget_host_state() -> None:
@@ -174,8 +192,15 @@ def forget_host_state() -> None:
         del os.environ[name]
 
 
-def run_sharded(job: Job, layout: Layout, folder: str, load_from: str | None = None) -> Outcome | None:
+def run_sharded(
+    job: Job, layout: Layout, folder: str, load_from: str | None = None, config_file: bool = False
+) -> Outcome | None:
     """Trainer under ds_etp on this rank. Rank 0 returns what it did, its weights gathered.
+
+    Args:
+        job, layout, folder: what is trained, how it is split, and where Trainer writes.
+        load_from: the folder of a saved model.
+        config_file: the DeepSpeed config is a file.
 
     Writes the model with `save_model` to `<folder>/model`.
     """
@@ -193,7 +218,8 @@ def run_sharded(job: Job, layout: Layout, folder: str, load_from: str | None = N
             facts["held"] = sum(p.ds_tensor.numel() + p.numel() for p in experts)
             facts["experts"] = sum(p.ds_numel for p in experts)
             del keep
-        trainer = run(job, Path(folder), layout.dp, deepspeed_config(layout), model)
+        config = deepspeed_config(layout)
+        trainer = run(job, Path(folder), layout.dp, as_file(config, Path(folder)) if config_file else config, model)
         result = outcome(trainer)
         result.facts.update(facts)
         trainer.save_model(f"{folder}/model")

@@ -11,9 +11,9 @@ import pytest
 from tests.export.test_live import assert_same_bits, load
 from tests.launcher import Launcher
 from tests.models import make_model
-from tests.sharded import Layout
+from tests.sharded import Layout, with_options
 from tests.tolerances import LOSS, NORM, TENSOR
-from tests.trainer.runs import Job, Outcome, forget_host_state, run_plain, run_sharded
+from tests.trainer.runs import AUTO, Job, Outcome, forget_host_state, run_plain, run_sharded
 
 LIMIT = 300
 
@@ -91,6 +91,15 @@ def test_gradient_checkpointing(launcher: Launcher, tmp_path: Path) -> None:
     layout, job = Layout(world=2, etp=2, stage=1), Job(options=CHECKPOINTING)
     result = launcher.run(2, run_sharded, timeout=LIMIT, job=job, layout=layout, folder=str(tmp_path))[0]
     assert_equal(result, plain(Job()), evaluations=False)
+
+
+def test_auto_in_the_block(launcher: Launcher, tmp_path: Path) -> None:
+    """`"auto"` in a file: Trainer's where Trainer knows the key, ds_etp's in the block."""
+    layout, job = with_options(Layout(world=2, tp=2, etp=2, stage=1), **AUTO), Job()
+    arguments = {"job": job, "layout": layout, "folder": str(tmp_path), "config_file": True}
+    result = launcher.run(2, run_sharded, timeout=LIMIT, **arguments)[0]
+    assert result.facts["expert"][2] == 16 // 2, "the experts are not split"
+    assert_equal(result, plain(job))
 
 
 def test_uneven_last_batch(launcher: Launcher, tmp_path: Path) -> None:

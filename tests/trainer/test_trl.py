@@ -10,11 +10,12 @@ import torch
 
 from tests.export.test_live import LIMIT, load
 from tests.launcher import CaseFailed, Launcher
-from tests.sharded import Layout
+from tests.sharded import Layout, with_options
 from tests.tolerances import LOSS, NORM, TENSOR
 
 pytest.importorskip("trl", reason="trl is not among the requirements: pip install trl, then this runs")
 
+from tests.trainer.runs import AUTO
 from tests.trainer.trl_runs import Case, run_plain, run_sharded
 
 # Trainer logs losses and norms of sums over another order of micro batches; the weights are after three Adam steps.
@@ -35,7 +36,8 @@ FACTOR = 10
 def test_equals_one_process(launcher: Launcher, tmp_path: Path, case: Case, stage: int) -> None:
     """Losses, norms, and all weights, those that don't train included."""
     wanted = run_plain(case, tmp_path / "plain")
-    layout = Layout(world=4, tp=2, etp=2, stage=stage)
+    # As the docs write the block: TRL's trainers, and the engines they make themselves, get a config with "auto" in it.
+    layout = with_options(Layout(world=4, tp=2, etp=2, stage=stage), **AUTO)
     got = launcher.run(4, run_sharded, timeout=LIMIT, case=case, layout=layout, folder=str(tmp_path))[0]
     assert len(got.losses) == len(wanted.losses) == 3 and any(wanted.norms)
     for values, reference, limit in ((got.losses, wanted.losses, LOSS), (got.norms, wanted.norms, NORM)):

@@ -145,10 +145,7 @@ def run_sharded(case: Case, layout: Layout, folder: str) -> Outcome | None:
     """TRL under ds_etp on this rank. Rank 0 returns what it did, its weights gathered."""
     ds_etp.register()
     try:
-        config = deepspeed_config(layout)
-        for key, value in layout.extra:
-            config[key] = {**config.get(key, {}), **value}
-        trainer = train(case, layout, Path(folder), config)
+        trainer = train(case, layout, Path(folder), deepspeed_config(layout))
         result = outcome(trainer)
         result.weights = full_tensors(trainer.deepspeed, weight)
         trainer.save_model(f"{folder}/model")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.registry import read_layout
 from ds_etp.patches.transformers import grouped_mm as sorted_experts
-from ds_etp.patches.transformers.grouped_mm import sorted_forward
+from ds_etp.patches.transformers.grouped_mm import host_fault, sorted_forward
 from tests.models import make_model
 
 # Every kind that flags of `use_experts_implementation` tell apart: gated, gated with biases and transposed weights
@@ -76,7 +76,31 @@ def test_only_where_the_family_would_sort(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as changed:
         changed.setattr(sorted_experts.moe, "_grouped_linear", lambda rows, weights: rows)
         assert sorted_forward(module) is None
+        assert host_fault() == "has _grouped_linear(rows, weights), not (input, weight, offs, bias, is_transposed)"
+    for name in sorted_experts._NAMES:
+        with monkeypatch.context() as changed:
+            changed.delattr(sorted_experts.moe, name)
+            assert host_fault() == f"has no {name}"
+            assert sorted_forward(module) is None or name == "use_experts_implementation"
     with monkeypatch.context() as changed:
         changed.setitem(sorted_experts.moe.ALL_EXPERTS_FUNCTIONS, "grouped_mm", lambda *_: None)
         assert sorted_forward(module) is None
     assert sorted_forward(module) is not None
+
+
+def test_a_decorator_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its forward chooses otherwise, or says less of a module."""
+    assert host_fault() == ""
+    decorator = sorted_experts.moe.use_experts_implementation
+
+    def without_gate(kind: Any) -> Any:
+        made = decorator(kind)
+        return type("Other", (made,), {"__init__": lambda self, config: made.__init__(self, config) or delete(self)})
+
+    def delete(module: Any) -> None:
+        del module.has_gate
+
+    monkeypatch.setattr(sorted_experts.moe, "use_experts_implementation", lambda kind: kind)
+    assert host_fault() == "chooses an experts implementation in another way (use_experts_implementation)"
+    monkeypatch.setattr(sorted_experts.moe, "use_experts_implementation", without_gate)
+    assert host_fault() == "puts no has_gate on experts modules"

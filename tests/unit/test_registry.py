@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations import use_experts_implementation
 
 from ds_etp.errors import ConfigError
-from ds_etp.experts.layout import ExpertsLayout, ParameterLayout, UnsupportedExperts, full_shape
+from ds_etp.experts.layout import ExpertsLayout, ParameterLayout, SizeKind, UnsupportedExperts, full_shape
 from ds_etp.experts.registry import find_experts, read_layout
 from ds_etp.parallel.topology import Topology
 
@@ -179,7 +179,8 @@ def test_find_and_read(family: str, paths: list[str]) -> None:
     for path, module in found.items():
         assert module is model.get_submodule(path)
         layout = read_layout(path, module)
-        assert layout == ExpertsLayout(4, 16, 8, STANDARD)
+        sizes: dict[str, SizeKind] = {"num_experts": "experts", "intermediate_dim": "intermediate"}
+        assert layout == ExpertsLayout(4, 16, 8, STANDARD, sizes=sizes)
     assert state(model) == before
 
 

@@ -4,6 +4,9 @@ The family's own sorts (row, expert) pairs, multiplies expert by expert, and put
 copies of all pairs, forward and backward. Dispatchers copy each pair once, into that order, and sum results by row,
 whatever their order is. The multiplications are transformers' own (as called here from 5.8 to 5.24; with 5.0's, whose
 arguments are in another order, the family's own forward runs), and so is what lies between them.
+
+All of this looks at private names of transformers. Where a release has others, nothing breaks, and it is slower:
+`host_fault` says so for the log.
 """
 
 from __future__ import annotations
@@ -22,13 +25,18 @@ from ds_etp.patches.transformers.experts_flags import experts_implementation
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ARGUMENTS = ["input", "weight", "offs", "bias", "is_transposed"]
+_NAMES = ("_grouped_linear", "grouped_mm_experts_forward", "ALL_EXPERTS_FUNCTIONS", "use_experts_implementation")
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 @cache
+def _arguments_of(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
 def _is_grouped_linear(function: Any) -> bool:
     """Whether a function takes rows `[a, in]`, by expert, and weights of each expert, as `_forward` gives them."""
-    return function is not None and list(inspect.signature(function).parameters) == _ARGUMENTS
+    return function is not None and _arguments_of(function) == _ARGUMENTS
 
 
 @cache
@@ -38,7 +46,13 @@ def _chooses(forward: Any) -> bool:
     Not where a class has a forward of its own around that one: it has its reasons.
     """
     interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
-    return interface is moe.ALL_EXPERTS_FUNCTIONS
+    return interface is not None and interface is getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+
+
+def _is_hosts_own() -> bool:
+    """Whether `grouped_mm` names transformers' own implementation, and not one of the user's."""
+    own = getattr(moe, "grouped_mm_experts_forward", None)
+    return own is not None and getattr(moe, "ALL_EXPERTS_FUNCTIONS", {}).get("grouped_mm") is own
 
 
 def _family_forward(module: nn.Module) -> Any:
@@ -52,18 +66,44 @@ def sorted_forward(module: nn.Module) -> Forward | None:
 
     None where the module would not run transformers' own `grouped_mm` now, or does something of its own beside it.
     """
-    implementation = experts_implementation(module)
     linear: Any = getattr(moe, "_grouped_linear", None)
     if (
-        implementation != "grouped_mm"
+        experts_implementation(module) != "grouped_mm"
         or not _is_grouped_linear(linear)
         or not _chooses(_family_forward(module))
-        or moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is not moe.grouped_mm_experts_forward
+        or not _is_hosts_own()
         or not all(hasattr(module, flag) for flag in _FLAGS)
         or getattr(module, "has_post_expert_norm", False)
     ):
         return None
     return lambda x, index, weights: _forward(module, linear, x, index, weights)
+
+
+def host_fault() -> str:
+    """What `sorted_forward` needs and the installed transformers has not, in a phrase; empty where all is there."""
+    for name in (
+        "_grouped_linear",
+        "grouped_mm_experts_forward",
+        "ALL_EXPERTS_FUNCTIONS",
+        "use_experts_implementation",
+    ):
+        if not hasattr(moe, name):
+            return f"has no {name}"
+    linear: Any = getattr(moe, "_grouped_linear")  # noqa: B009 - a name that may go
+    if not _is_grouped_linear(linear):
+        return f"has _grouped_linear({', '.join(_arguments_of(linear))}), not ({', '.join(_ARGUMENTS)})"
+
+    class Probe(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+
+        def forward(self) -> None: ...
+
+    probe = moe.use_experts_implementation(Probe)(None)
+    if not _chooses(type(probe).forward):
+        return "chooses an experts implementation in another way (use_experts_implementation)"
+    missing = [flag for flag in _FLAGS if not hasattr(probe, flag)]
+    return f"puts no {', '.join(missing)} on experts modules" if missing else ""
 
 
 def _forward(module: Any, linear: Callable[..., Tensor], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -45,10 +45,23 @@ def _with_lazy_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         for name, found, wanted in sorted(mismatched):
             raise CheckpointError(f"its files hold {name} as {tuple(found)}, and the model wants {tuple(wanted)}")
         for name, reason in errors.items():
-            raise CheckpointError(f"its files don't hold {name} in full: {reason.strip().splitlines()[-2]}")
+            raise CheckpointError(f"its files don't hold {name} in full: {conversion_reason(reason)}")
         return result
 
     return convert
+
+
+def conversion_reason(text: str) -> str:
+    """What went wrong in a conversion, of the text that transformers keeps about it.
+
+    That is a traceback, the exception once more, and a remark that begins with "Error" on what was converted; or, where
+    it knows less, one line of its own.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or not lines[0].startswith("Traceback "):
+        return " ".join(lines) or "transformers gives no reason"
+    without_remark = lines[:-1] if lines[-1].startswith("Error") else lines
+    return without_remark[-1]
 
 
 def _naming_the_file(original: Callable[..., Any]) -> Callable[..., Any]:

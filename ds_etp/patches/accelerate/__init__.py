@@ -1,0 +1,1 @@
+"""What is changed in accelerate, and why."""

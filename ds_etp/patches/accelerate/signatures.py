@@ -1,0 +1,14 @@
+"""accelerate's functions that are patched, as release 1.15 has them.
+
+How an entry is written: see `ds_etp.patches.signatures`.
+"""
+
+from __future__ import annotations
+
+_ABSENT = "-"
+
+TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
+    "accelerate.accelerator:Accelerator": {"get_state_dict": "self, model, unwrap"},
+    # Without it nothing looks for "auto".
+    "accelerate.utils.dataclasses:DeepSpeedPlugin": {"fill_match": ("self, ds_key_long, ...", _ABSENT)},
+}
