@@ -20,6 +20,7 @@ from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
+from ds_etp.config.optimizers import check_optimizer, check_optimizer_name
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
 from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
@@ -98,6 +99,11 @@ class _Events:
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
         block_config.check_dispatcher(block, topology)
+        client = engine.client_optimizer
+        if client is None:
+            check_optimizer_name(raw, block, topology)
+        elif hasattr(client, "param_groups"):
+            check_optimizer(client, block, topology)
         check_group_name_free(topology)
         engine.ds_etp = Extension(block, topology)
 
@@ -237,9 +243,6 @@ def _shard_model(
 
 
 def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
-    from deepspeed import set_optimizer_flags
-
-    set_optimizer_flags(engine._config, model)  # Muon looks at shapes, which have changed
     overrides.allow_zero3_experts(engine)
     install_checkpoints(engine)
     install_exports(engine, model)

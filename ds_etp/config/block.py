@@ -38,6 +38,7 @@ class ExpertTensorParallelConfig(BaseModel):
     static_shapes: StrictBool = False
     recompute: StrictBool = False
     overlap: StrictBool = False
+    allow_optimizer: StrictBool = False
     inter_node_cost: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = INTER_NODE_COST
 
 
@@ -51,6 +52,7 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "static_shapes": ("is not a boolean", "true, false"),
     "recompute": ("is not a boolean", "true, false"),
     "overlap": ("is not a boolean", "true, false"),
+    "allow_optimizer": ("is not a boolean", "true, false"),
     "inter_node_cost": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",

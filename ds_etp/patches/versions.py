@@ -27,6 +27,9 @@ DEEPSPEED_SEQUENCES = "0.19.8"
 # So were those of `patches.stages`.
 DEEPSPEED_PIPELINES = "0.19.8"
 
+# So were those of `patches.deepspeed.muon`.
+DEEPSPEED_MUON = "0.19.8"
+
 
 def check_host_versions(zero_stage: int, tp: int) -> None:
     """Refuses a DeepSpeed or transformers outside the tested range.
@@ -72,6 +75,21 @@ def check_pipeline_version() -> None:
             version("deepspeed"),
             "was not tried with PipelineModule and split experts",
             works=f"{DEEPSPEED_PIPELINES}, or a model without pipeline",
+        )
+
+
+def check_muon_version() -> None:
+    """Refuses Muon on split matrices with a DeepSpeed it was not tried on.
+
+    Raises:
+        ConfigError: names the release found and the one that works.
+    """
+    if not _at_least("deepspeed", DEEPSPEED_MUON):
+        raise config_error(
+            "deepspeed",
+            version("deepspeed"),
+            "was not tried with the Muon optimizer and matrices that are split over ranks",
+            works=f"{DEEPSPEED_MUON}, or another optimizer",
         )
 
 

@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.patches.base import override
-from ds_etp.patches.deepspeed.zero_params import global_grad_norm, split_optimizer, split_param_groups
+from ds_etp.patches.deepspeed.client_optimizer import accept_named_optimizer, accept_optimizer, split_param_groups
+from ds_etp.patches.deepspeed.zero_params import global_grad_norm
 
 
 def split_moe_param_groups(engine: Any) -> None:
@@ -28,18 +29,19 @@ def split_moe_param_groups(engine: Any) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def _configure_optimizer(client_optimizer: Any, model_parameters: list[Any]) -> Any:
             if client_optimizer is None:
+                accept_named_optimizer(engine)
                 if model_parameters and isinstance(model_parameters[0], dict):
                     groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
                     model_parameters = split_param_groups(groups)
                 expect_experts(model_parameters)
             elif hasattr(client_optimizer, "param_groups"):
-                client_optimizer = split_optimizer(client_optimizer)
+                client_optimizer = accept_optimizer(engine, client_optimizer)
                 expect_experts(client_optimizer.param_groups)
             else:
                 build = client_optimizer
 
                 def client_optimizer(parameters: Any) -> Any:
-                    optimizer = split_optimizer(build(parameters))
+                    optimizer = accept_optimizer(engine, build(parameters))
                     expect_experts(optimizer.param_groups)
                     return optimizer
 
