@@ -1,5 +1,6 @@
 # make demo    fine-tune a small Mixtral on 4 processes, attention and experts split differently
-# make test    lint, then every test
+# make test    lint, then every feature once or more: a covering choice of cases (about 10 minutes on 2 cores)
+# make test-full  the same with the whole matrices: before a release, and after a change of a host's version
 # make lint    ruff and mypy
 # make compat  parity tests at the corners of the supported range, in environments of their own (slow, by hand)
 # make docs    write docs/models.md anew, from the installed transformers, and draw docs/pictures/ anew
@@ -28,7 +29,7 @@ export OMP_NUM_THREADS := 1
 # What DeepSpeed compiles is kept with the environment it was compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: demo test lint compat docs bench clean
+.PHONY: demo test test-full lint compat docs bench clean
 .DELETE_ON_ERROR:
 
 CHECK_PYTHON = import sys; v = sys.version_info; \
@@ -67,6 +68,9 @@ demo: $(COMPILED)
 
 test: lint $(COMPILED)
 	$(BIN)/python -m pytest
+
+test-full: lint $(COMPILED)
+	$(BIN)/python -m pytest --full
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
 
@@ -32,6 +35,29 @@ def pinned() -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
+STARTUP = "ds_etp.pth"  # read at every start of an interpreter, from the folder that packages are installed in
+
+
+class BuildWithStartup(build_py):
+    """Puts the .pth file beside the packages."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copy(ROOT / STARTUP, Path(self.build_lib) / STARTUP)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / STARTUP)]
+
+
+class EditableWithStartup(editable_wheel):
+    """The same for `pip install -e`, whose wheel holds no packages: at the step in which it is filled."""
+
+    def _install_namespaces(self, installation_dir: str, pth_prefix: str) -> None:
+        super()._install_namespaces(installation_dir, pth_prefix)
+        shutil.copy(ROOT / STARTUP, Path(installation_dir) / STARTUP)
+
+
 setup(
     name="ds-etp",
     version="0.1.0",
@@ -41,6 +67,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    cmdclass={"build_py": BuildWithStartup, "editable_wheel": EditableWithStartup},
     packages=find_packages(include=["ds_etp", "ds_etp.*"]),
     install_requires=[
         # Ranges that were run: in `make test` the newest of each, in `make compat` the corners.

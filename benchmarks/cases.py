@@ -159,7 +159,7 @@ def targets() -> list[Target]:
     ]
 
 
-# (tp, ep, etp) of the table of rows on the wire.
+# (tp, ep, etp) of the table of rows sent.
 WIRE_LAYOUTS = (
     (2, 1, 2),
     (8, 1, 8),

@@ -75,7 +75,7 @@ def _layers(rows: list[dict[str, Any]]) -> Any:
 
 def _groups(rows: list[dict[str, Any]]) -> Any:
     figure, (axis,) = _figure(1)
-    for part in ("layout", "plan", "groups"):
+    for part in ("layout", "dispatcher", "groups"):
         axis.loglog([row["world"] for row in rows], [row[part] * 1e3 for row in rows], marker="o", label=part)
     axis.set(xlabel="ranks", ylabel="ms")
     axis.legend()

@@ -85,15 +85,15 @@ def sent_by_layers(trainee: Trainee, ids: Tensor) -> list[list[Any]]:
     """
     blocks = [layer.mlp for layer in trainee.model.model.layers]
     layers: list[list[Any]] = [[] for _ in blocks]
-    uses_sentinels: dict[int, int] = {}
+    marks: dict[int, int] = {}
     hooks: list[Any] = []
 
     def watch(number: int, block: Any, recording: Recording) -> None:
         def begin(*_: Any) -> None:
-            uses_sentinels[number] = len(recording.messages)
+            marks[number] = len(recording.messages)
 
         def end(*_: Any) -> None:
-            layers[number] += recording.messages[uses_sentinels[number] :]
+            layers[number] += recording.messages[marks[number] :]
 
         hooks.append(block.register_forward_pre_hook(begin))
         hooks.append(block.register_forward_hook(end))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.recorder import Recording, record
-from ds_etp.dispatch.cost import choose_dispatcher, megatron_rows, tokens_are_replicated, traffic
+from ds_etp.dispatch.cost import choose_dispatcher, comm_volume, megatron_rows, tokens_are_replicated
 from ds_etp.parallel.topology import Topology
 
 EXPERTS = 64
@@ -97,7 +97,7 @@ def wire_rows(run: Any, layouts: Any, per_tokens: Any, owned: int = OWNED) -> li
             )
             chosen = choose_dispatcher(topology, per_token=per_token, experts=EXPERTS).dispatcher
             for dispatcher in by_rank[0]:
-                expected = traffic(dispatcher, topology, per_token=per_token, experts=EXPERTS)
+                expected = comm_volume(dispatcher, topology, per_token=per_token, experts=EXPERTS)
                 means = {
                     key: sum(rank[dispatcher][key] for rank in by_rank) / len(by_rank) for key in by_rank[0][dispatcher]
                 }

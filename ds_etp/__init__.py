@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ds_etp.experts.sharded import ShardedExperts
     from ds_etp.loading.from_pretrained import from_pretrained
     from ds_etp.parallel.topology import Topology
+    from ds_etp.parameters.edit import edit_parameters
+    from ds_etp.parameters.read import full_parameters
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,7 +34,9 @@ __all__ = [
     "ShardSpec",
     "ShardedExperts",
     "Topology",
+    "edit_parameters",
     "from_pretrained",
+    "full_parameters",
     "fuse_experts",
     "initialize",
     "load_checkpoint",
@@ -50,7 +54,9 @@ _HOMES = {
     "ShardSpec": "ds_etp.experts.layout",
     "ShardedExperts": "ds_etp.experts.sharded",
     "Topology": "ds_etp.parallel.topology",
+    "edit_parameters": "ds_etp.parameters.edit",
     "from_pretrained": "ds_etp.loading.from_pretrained",
+    "full_parameters": "ds_etp.parameters.read",
     "fuse_experts": "ds_etp.experts.fuse",
     "load_checkpoint": "ds_etp.checkpoint.api",
     "register": "ds_etp.engine",

@@ -24,8 +24,10 @@ def main() -> None:
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
         sys.exit(USAGE)
 
+    from ds_etp.activation import request
     from ds_etp.engine import register
 
+    request()  # launchers that the script starts run other processes
     register()
     if arguments[0] == "-m":
         sys.argv = [arguments[1], *launcher, *arguments[2:]]

@@ -11,24 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups as host_groups
 from torch import nn
 
-from ds_etp.checkpoint.api import install_checkpoints
-from ds_etp.checkpoint.export_api import install_exports
 from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
-from ds_etp.config.optimizers import check_optimizer, check_optimizer_name
+from ds_etp.config.optimizers import check_client_optimizer
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
 from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
+from ds_etp.loading.deferred import deferred_modules, is_deferred, with_progress
 from ds_etp.loading.reader import ShardReader
-from ds_etp.loading.unread import deferred_modules, is_deferred, with_progress
 from ds_etp.log import log_table, logger
 from ds_etp.parallel.process_groups import ExpertGroups, check_group_name_free
 from ds_etp.parallel.topology import Topology
@@ -37,13 +34,16 @@ from ds_etp.patches.deepspeed import optimizers, overrides
 from ds_etp.patches.deepspeed import pipeline_autotp as stage_tp
 from ds_etp.patches.deepspeed import ulysses as sequence
 from ds_etp.patches.deepspeed import ulysses_autotp as sequence_tp
-from ds_etp.patches.deepspeed.autotp import skip_frozen_grad_hooks, tp_plan_without_experts
+from ds_etp.patches.deepspeed.autotp import dense_tp_plan, skip_frozen_grad_hooks
 from ds_etp.patches.deepspeed.autotp_column_inputs import fuse_column_input_grads
-from ds_etp.patches.deepspeed.engine import engine_patches
+from ds_etp.patches.deepspeed.autotp_output_layer import whole_output_layer
+from ds_etp.patches.deepspeed.engine import engine_patches, raw_config
+from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install_exports
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
-from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
-from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients
+from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients, check_first_losses
+from ds_etp.patches.deepspeed.tp_replica_sync import sync_replicas
+from ds_etp.patches.deepspeed.whole_parameters import install_whole_parameters
 from ds_etp.patches.deepspeed.zero3_leaf_inputs import require_input_grads
 from ds_etp.patches.deepspeed.zero_params import (
     is_partitioned,
@@ -53,9 +53,11 @@ from ds_etp.patches.deepspeed.zero_params import (
 )
 from ds_etp.patches.peft.autotp_lora import adapters_split_with_layers
 from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, split_adapters
+from ds_etp.patches.signatures import check_signatures
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from ds_etp.patches.transformers.generation import sync_generation
 from ds_etp.patches.transformers.zero3_loading import loading_patches
+from ds_etp.patches.trl.tp_rollouts import rollout_patches
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 
 
@@ -81,29 +83,26 @@ class Extension:
 
 
 class _Events:
-    """The moments of `patches.engine.EngineEvents`. Without our block each does nothing."""
+    """The moments of `patches.deepspeed.engine.EngineEvents`. Without our block each does nothing."""
 
     def on_config(self, engine: Any) -> None:
         """Parses and checks everything that needs no model."""
-        raw = engine._config._param_dict
+        raw = raw_config(engine)
         block = block_config.parse_block(raw)
         if block is None:
             return
         world = dist.get_world_size()
         tp = max(engine.autotp_size(), 1)
+        check_signatures("accelerate")  # where it is in use
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
         pp = stage_count(engine)
-        cp = _context_size(engine)
+        cp = sequence.context_parallel_size(engine)
         check_sequence_version(cp)
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
         block_config.check_dispatcher(block, topology)
-        client = engine.client_optimizer
-        if client is None:
-            check_optimizer_name(raw, block, topology)
-        elif hasattr(client, "param_groups"):
-            check_optimizer(client, block, topology)
+        check_client_optimizer(engine.client_optimizer, raw, block, topology)
         check_group_name_free(topology)
         engine.ds_etp = Extension(block, topology)
 
@@ -120,9 +119,10 @@ class _Events:
         paths = [plain_path(path) for path in extension.layouts]
         with (
             stage_tp.tp_plan_from_hf_names(model) if engine.pipeline_parallelism else nullcontext(),
-            tp_plan_without_experts(model, paths),
+            dense_tp_plan(model, paths),
             skip_frozen_grad_hooks(model),
             adapters_split_with_layers(model),
+            whole_output_layer(model, extension.block.replicate_lm_head, raw_config(engine)),
         ):
             yield
 
@@ -151,7 +151,7 @@ class _Events:
         unaligned, warning = misaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
         for path in unaligned:
             run_eagerly(model.get_submodule(path))
-        reader = ShardReader(engine, host_groups._get_expert_data_parallel_group(groups.name))
+        reader = ShardReader(engine, groups.zero_group)
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = bool(extension.layouts)
@@ -161,26 +161,24 @@ class _Events:
         for sentence in filter(None, (warning, *ineffective_options(model, extension.block))):
             _warn(sentence)
 
+    def optimizer_arguments(self, engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
+        """Checks the optimizer, and puts the experts into param groups of their own."""
+        if _extension(engine) is None:
+            return client_optimizer, model_parameters
+        return optimizers.prepare_optimizer(engine, client_optimizer, model_parameters)
+
+    def on_optimizer(self, engine: Any) -> None:
+        """Corrects what DeepSpeed's optimizers get wrong of parameters that differ between ranks."""
+        extension = _extension(engine)
+        if extension is not None:
+            assert extension.groups is not None  # since `on_model`
+            optimizers.patch_optimizer(engine, extension.groups)
+
 
 def _extension(engine: Any) -> Extension | None:
     # Not getattr: an engine passes unknown names on to its module.
     extension: Extension | None = vars(engine).get("ds_etp")
     return extension
-
-
-def _context_size(engine: Any) -> int:
-    """cp; refuses an mpu of the caller's."""
-    if engine.pipeline_parallelism:
-        return 1
-    cp = sequence.sequence_parallel_size(engine)
-    if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
-        raise config_error(
-            "mpu",
-            type(engine.mpu).__name__,
-            "is an mpu of its own",
-            works="tensor_parallel.autotp_size in the config, and no mpu",
-        )
-    return cp
 
 
 def _refuse_deferred(model: nn.Module) -> None:
@@ -197,7 +195,7 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
     if extension.checked:
         return
-    raw, topology = engine._config._param_dict, extension.topology
+    raw, topology = raw_config(engine), extension.topology
     check = partial(checked_layouts, model, topology, raw)
     if engine.pipeline_parallelism:
         extension.layouts = validate_stages(engine, model, partial(check, is_stage=True), topology.tp)
@@ -229,7 +227,7 @@ def _shard_model(
         )
         mark_expert_params(module.parameters(), groups)
         if is_partitioned(module):
-            shard_partitioned(module, shard, host_groups._get_expert_data_parallel_group(groups.name))
+            shard_partitioned(module, shard, groups.zero_group)
         elif is_deferred(module):
             reader.read(module, shard)
         else:
@@ -247,18 +245,13 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_checkpoints(engine)
     install_exports(engine, model)
     install_get_state_dict()
-    optimizers.split_moe_param_groups(engine)
-    overrides.after_optimizer(engine, lambda: optimizers.patch_optimizer(engine, groups))
-    stage = int(engine.zero_optimization_stage())
-    if stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
-        optimizers.fix_stage0_grad_norm(engine, groups)
-    if groups.topology.pp > 1:
-        overrides.after_optimizer(engine, lambda: fix_pipeline_grad_norm(engine, groups))
+    install_whole_parameters(engine, model, groups)
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
-        overrides.after_optimizer(engine, lambda: sequence.fix_zero_grad_scale(engine))
+    check_first_losses(engine, groups.tp)
     check_first_gradients(engine, groups.tp)
-    if stage == 3 or not tokens_are_replicated(groups.topology):
+    sync_replicas(engine, groups.tp, engine.ds_etp.block.replica_check_interval)
+    if engine.zero_optimization_stage() == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 
 
@@ -280,16 +273,25 @@ def _log(extension: Extension) -> None:
     log_table("expert tensor parallelism", rows)
 
 
-_PATCHES = [*engine_patches(_Events()), *loading_patches()]
+_PATCHES = [*engine_patches(_Events()), *loading_patches(), *rollout_patches()]
 
 
 def register() -> None:
     """Lets DeepSpeed engines made from now on read the `expert_tensor_parallel` block. Calling it twice is fine.
 
     At ZeRO-3, call it before `from_pretrained`.
+
+    Raises:
+        ConfigError: DeepSpeed or transformers has functions that ds_etp patches, and knows otherwise. It names them.
     """
+    check_signatures()
     for patch in _PATCHES:
         patch.apply()
+
+
+def is_registered() -> bool:
+    """Whether engines made now read the block."""
+    return all(patch.applied for patch in _PATCHES)
 
 
 def unregister() -> None:

@@ -30,8 +30,10 @@ for corner in "${CORNERS[@]}"; do
     # DeepSpeed's CPU collectives, in one process: see the Makefile.
     PATH="$PWD/$env/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/$env/torch_extensions" \
         "$env/bin/python" -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
+    # Which of the functions that ds_etp patches are there as it knows them.
+    PATH="$PWD/$env/bin:$PATH" PYTHONPATH="$PWD" "$env/bin/python" -m ds_etp.patches.signatures
     # The package comes from the checkout: `python -m pytest` puts the working directory on the path, which PYTHONPATH
     # hands on to the ranks that the tests start. PATH has the ninja that DeepSpeed compiles with.
     PATH="$PWD/$env/bin:$PATH" PYTHONPATH="$PWD" TORCH_EXTENSIONS_DIR="$PWD/$env/torch_extensions" \
-        "$env/bin/python" -m pytest tests/parity -m compat
+        "$env/bin/python" -m pytest tests/parity -m compat --full
 done

@@ -85,7 +85,7 @@ class Recipe:
         inputs = batch if self.loss == "labels" else {"input_ids": batch["input_ids"]}
         outputs = model(**inputs)
         if routers is not None:
-            said = (getattr(outputs, "aux_loss", None), *(outputs.router_logits or ()))
+            said = (getattr(outputs, "aux_loss", None), *(getattr(outputs, "router_logits", None) or ()))
             routers.append([value.detach().float().cpu() for value in said if value is not None])
         loss: Tensor = outputs.loss if self.loss == "labels" else outputs.logits.float().square().mean()
         return loss

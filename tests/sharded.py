@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ds_etp
 from ds_etp.experts.layout import ParameterLayout
-from ds_etp.experts.sharded import sharded_modules
+from ds_etp.experts.sharded import LocalShards, sharded_modules
 from ds_etp.parallel.topology import Topology
 from tests.oracle import Recipe, Run
 
@@ -170,9 +170,9 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def weight(parameter: nn.Parameter) -> Tensor:
-    """A parameter's master weight, gathered over its ZeRO group."""
+    """This rank's shard of a parameter's master weight, gathered over its ZeRO group."""
     if not parameter.requires_grad and hasattr(parameter, "ds_id"):
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with deepspeed.zero.GatheredParameters(LocalShards([parameter])):
             return parameter.data.clone()
     full: Tensor = safe_get_full_fp32_param(parameter) if _has_master(parameter) else parameter.data
     return full

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 import ds_etp
 from ds_etp.experts.sharded import ShardedExperts
@@ -146,8 +147,21 @@ def with_own_experts(model: Any) -> None:
     _replace_blocks(model, OwnBlock)
 
 
+def with_fused_loss(model: Any) -> None:
+    """The model's loss from hidden states and the output layer's weight, which is never called: fused losses do so."""
+
+    def forward(input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        hidden = model.model(input_ids).last_hidden_state[:, :-1]
+        head = model.get_output_embeddings()
+        logits = F.linear(hidden.to(head.weight.device), head.weight)
+        return CausalLMOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+    model.forward = forward
+
+
 VARIANTS: dict[str, Callable[[Any], None]] = {
     "lists": as_lists,
     "fused lists": as_fused_lists,
     "own experts": with_own_experts,
+    "fused loss": with_fused_loss,
 }

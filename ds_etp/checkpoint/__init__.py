@@ -1,1 +1,1 @@
-"""Checkpoints that any layout of the same model can load: boxes of logical tensors, one index."""
+"""Checkpoints that any layout of the same model can load: chunks of logical tensors in safetensors, and one index."""

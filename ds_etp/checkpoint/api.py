@@ -15,8 +15,8 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.utils import groups as host_groups
 
+from ds_etp.checkpoint.export import tied_names
 from ds_etp.checkpoint.format import INDEX, LATEST
 from ds_etp.checkpoint.load import LoadRequest, load
 from ds_etp.checkpoint.save import SaveRequest, save
@@ -24,24 +24,11 @@ from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
 from ds_etp.parallel.consensus import broadcast_object, raise_on_all_ranks
 from ds_etp.parallel.topology import Topology
-from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
+from ds_etp.patches.deepspeed.ulysses import deepspeed_sequence_size
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-
-
-def install_checkpoints(engine: Any) -> None:
-    """Gives an engine these methods in place of DeepSpeed's."""
-
-    def saver(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: save_checkpoint(engine, *args, **kwargs)
-
-    def loader(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: load_checkpoint(engine, *args, **kwargs)
-
-    override(engine, "save_checkpoint", saver)
-    override(engine, "load_checkpoint", loader)
 
 
 def save_checkpoint(
@@ -81,7 +68,7 @@ def save_checkpoint(
         engine={name: int(getattr(engine, name)) for name in _COUNTERS},
         state={"client_state": dict(client_state or {}), **_helpers(engine, lambda helper: helper.state_dict())},
         layout=_layout(engine, topology),
-        extra=_facts(engine),
+        extra=_model_metadata(engine),
         save_latest=save_latest,
         exclude_frozen=exclude_frozen_parameters,
     )
@@ -162,7 +149,7 @@ def _latest_tag(directory: Path) -> str | None:
 
 
 def _topology(engine: Any) -> Topology:
-    if "ds_etp" not in vars(engine) and host_groups._get_sequence_parallel_world_size() > 1:
+    if "ds_etp" not in vars(engine) and deepspeed_sequence_size() > 1:
         raise CheckpointError("ds_etp saves and loads engines with data, tensor and pipeline parallelism only")
     return topology_of(engine)
 
@@ -183,25 +170,23 @@ def _warn_of_partial_step(engine: Any) -> None:
         )
 
 
-def _facts(engine: Any) -> dict[str, Any]:
-    """What a reader without the engine wants to know: export needs the model's config."""
+def _model_metadata(engine: Any) -> dict[str, Any]:
+    """Metadata of the model for readers without the engine: its class, tied names and config, which an export needs."""
     module = engine.module
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    everything = module.named_parameters(remove_duplicate=False)
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "ds_etp": _own_version(),
         "deepspeed": deepspeed.__version__,
         "model_class": type(module).__name__,
-        "tied": {name: first[id(parameter)] for name, parameter in everything if first[id(parameter)] != name},
+        "tied": tied_names(module),
     }
     for name in ("hf_config", "hf_generation_config"):
         # A pipeline has them under these names, a model of transformers under its own.
         config: Any = getattr(module, name, None) or getattr(module, name.removeprefix("hf_"), None)
         if hasattr(config, "to_json_string"):
-            facts[name] = json.loads(config.to_json_string())
-    if facts.get("hf_config", {}).get("architectures") and engine.pipeline_parallelism:
-        facts["model_class"] = facts["hf_config"]["architectures"][0]
-    return facts
+            metadata[name] = json.loads(config.to_json_string())
+    if metadata.get("hf_config", {}).get("architectures") and engine.pipeline_parallelism:
+        metadata["model_class"] = metadata["hf_config"]["architectures"][0]
+    return metadata
 
 
 def _own_version() -> str:

@@ -1,6 +1,6 @@
-"""Full tensors under Hugging Face names, from a live engine or from a checkpoint, one at a time.
+"""Unsharded tensors under Hugging Face names, one at a time: gathered from a live engine, or read from a checkpoint.
 
-They are put together on rank 0 of a live engine, or in the one process that reads a checkpoint.
+They are put together on one rank of a live engine, or in the one process that reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch.distributed as dist
 from deepspeed import zero
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.chunks import Chunk, LogicalTensor, logical_tensors, persistent_buffers, whole_piece
-from ds_etp.checkpoint.format import BUFFER, WEIGHT, Stored
-from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, Spec, Tensors, ToHub
+from ds_etp.checkpoint.assembly import assemble
+from ds_etp.checkpoint.chunks import LogicalTensor, Shape, logical_tensors, persistent_buffers, whole_chunk
+from ds_etp.checkpoint.format import BUFFER, WEIGHT, StoredCheckpoint
+from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, TensorSource, TensorSpec, ToHub
+from ds_etp.checkpoint.pipeline_stages import all_gather_stages, union_over_stages
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.errors import CheckpointError
+from ds_etp.experts.sharded import LocalShards
 from ds_etp.parallel.consensus import all_gather_object, broadcast_object, raise_if_any_failed
 from ds_etp.parallel.topology import Topology
 
@@ -31,11 +34,11 @@ class _Source:
 
     Attributes:
         spec: its unsharded type and shape.
-        first: the first rank of that stage.
-        holders: the ranks of that stage that together hold all of it; replicas of them are not asked.
+        first: the first rank of that pipeline stage.
+        holders: the ranks of that pipeline stage that together hold all of it; replicas of them are not asked.
     """
 
-    spec: Spec
+    spec: TensorSpec
     first: int
     holders: tuple[int, ...]
 
@@ -49,6 +52,8 @@ class LiveTensors:
         masters: where to read master weights; None takes the weights that the model computes with.
         exclude_frozen: leave out parameters that aren't trained.
         model: the part of the engine's module whose tensors they are; None for all of it.
+        root: the rank where they are put together.
+        device: where on that rank; None for its CPU.
     """
 
     def __init__(
@@ -59,66 +64,74 @@ class LiveTensors:
         masters: EngineStates | None = None,
         exclude_frozen: bool = False,
         model: nn.Module | None = None,
+        root: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self._device, self._masters = engine.device, masters
+        self._root, self._home = root, device
         rank = dist.get_rank()
         model = engine.module if model is None else model
         self._tensors = {t.name: t for t in logical_tensors(model, topology, rank)}
         self._buffers = dict(persistent_buffers(model))
-        self._first, self._writes = topology.stage_of(rank)[0], rank == 0
+        self._first, self._writes = topology.stage_of(rank)[0], rank == root
         wanted = [t for t in self._tensors.values() if t.parameter.requires_grad or not exclude_frozen]
         own = self._own_sources(topology, wanted)
         asked = rank in {peer for source in own.values() for peer in source.holders}
-        parts = {t.name: (t.local_shape, t.pieces) for t in wanted}
-        parts |= {name: (tuple(b.shape), (whole_piece(tuple(b.shape)),)) for name, b in self._buffers.items()}
-        self._parts = all_gather_object(parts if asked else None)
-        self._sources = (
-            own if topology.pp == 1 else _first_sources(all_gather_object(own if rank == self._first else {}))
-        )
+        shards = {t.name: (t.local_shape, t.chunks) for t in wanted}
+        shards |= {name: (tuple(b.shape), (whole_chunk(tuple(b.shape)),)) for name, b in self._buffers.items()}
+        self._shards = all_gather_object(shards if asked else None)
+        self._sources = union_over_stages(all_gather_stages(own, topology))
         self.specs = {name: source.spec for name, source in self._sources.items()}
 
     def _own_sources(self, topology: Topology, wanted: list[LogicalTensor]) -> dict[str, _Source]:
-        """Of what this rank's stage has."""
+        """Of what this rank's pipeline stage has."""
         first = self._first
+        nearest = self._root if self._root in topology.stage_of(first) else first
         holders = {
-            "whole": (first,),
-            "tensor": topology.group_of("tp", first),
-            "expert": topology.group_of("expert_model_parallel", first),
+            "whole": (nearest,),
+            "tensor": topology.group_of("tp", nearest),
+            "expert": topology.group_of("expert_model_parallel", nearest),
         }
-        found = {t.name: _Source(Spec(self._dtype(t), t.shape), first, holders[t.kind]) for t in wanted}
+        found = {t.name: _Source(TensorSpec(self._dtype(t), t.shape), first, holders[t.kind]) for t in wanted}
         for name, buffer in self._buffers.items():
-            found[name] = _Source(Spec(buffer.dtype, tuple(buffer.shape), False), first, (first,))
+            found[name] = _Source(TensorSpec(buffer.dtype, tuple(buffer.shape), False), first, (nearest,))
         return found
 
     def _dtype(self, tensor: LogicalTensor) -> torch.dtype:
         if self._masters is None:
             return tensor.parameter.dtype
-        return self._masters.place(tensor.parameter).dtype(WEIGHT)
+        return self._masters.param_state(tensor.parameter).dtype(WEIGHT)
 
     def full(self, name: str) -> Tensor | None:
-        """See `Tensors`."""
+        """See `TensorSource`."""
         source, rank = self._sources[name], dist.get_rank()
         here = source.first == self._first
         with self._local(name, source.holders) if here else nullcontext(torch.empty(0)) as local:
             if not self._writes:
                 if rank in source.holders:
-                    dist.send(local.to(self._device).contiguous(), dst=0)
+                    dist.send(local.to(self._device).contiguous(), dst=self._root)
                 return None
             spec = source.spec
-            full = torch.empty(spec.shape, dtype=spec.dtype)
-            filled: set[Chunk] = set()
-            for holder in source.holders:
-                shape, pieces = self._parts[holder][name]
+
+            def fetch(holder: int, shape: Shape) -> Tensor:
                 if holder == rank:
-                    part = local
-                else:
-                    part = torch.empty(shape, dtype=spec.dtype, device=self._device)
-                    dist.recv(part, src=holder)
-                for piece in pieces:
-                    if piece.box not in filled:  # of what several hold, the first one's counts
-                        full[piece.box.slices()] = piece.of(part)
-                    filled.add(piece.box)
-            return full
+                    return local
+                part = torch.empty(shape, dtype=spec.dtype, device=self._device)
+                dist.recv(part, src=holder)
+                return part
+
+            full = torch.empty(spec.shape, dtype=spec.dtype, device=self._home)
+            return assemble(full, {holder: self._shards[holder][name] for holder in source.holders}, fetch)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parts are sent from and received."""
+        device: torch.device = self._device
+        return device
+
+    def own(self, name: str) -> LogicalTensor | None:
+        """What this rank's stage has of a parameter; None where it is another stage's."""
+        return self._tensors.get(name)
 
     @contextmanager
     def _local(self, name: str, holders: tuple[int, ...]) -> Iterator[Tensor]:
@@ -131,22 +144,13 @@ class LiveTensors:
             return
         parameter = self._tensors[name].parameter
         if self._masters is not None:
-            place = self._masters.place(parameter)
-            shards = [place.read(WEIGHT, holder) for holder in holders]
+            state = self._masters.param_state(parameter)
+            shards = [state.read(WEIGHT, holder) for holder in holders]
             yield next((shard.detach() for shard in shards if shard is not None), torch.empty(0))
             return
         partitioned = hasattr(parameter, "ds_id")
-        with zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+        with zero.GatheredParameters(LocalShards([parameter])) if partitioned else nullcontext():
             yield parameter.detach()
-
-
-def _first_sources(by_rank: list[dict[str, _Source]]) -> dict[str, _Source]:
-    """The tensors of all stages, in order, each from the first stage that has it."""
-    found: dict[str, _Source] = {}
-    for sources in by_rank:
-        for name, source in sources.items():
-            found.setdefault(name, source)
-    return found
 
 
 class StoredTensors:
@@ -157,10 +161,10 @@ class StoredTensors:
         dtype: the type that the model computed in.
     """
 
-    def __init__(self, stored: Stored, dtype: torch.dtype) -> None:
+    def __init__(self, stored: StoredCheckpoint, dtype: torch.dtype) -> None:
         index = stored.index
         self._stored, self._keys = stored, {}
-        self.specs: dict[str, Spec] = {}
+        self.specs: dict[str, TensorSpec] = {}
         for name, shape in index.parameters.items():
             key = f"{WEIGHT}/{name}"
             if key not in index.tensors:
@@ -169,18 +173,18 @@ class StoredTensors:
                     "Load it into the model it was made from, and export that with ds_etp.save_pretrained."
                 )
             self._keys[name] = key
-            self.specs[name] = Spec(dtype, shape)
+            self.specs[name] = TensorSpec(dtype, shape)
         for name in index.buffers:
             self._keys[name] = f"{BUFFER}/{name}"
             tensor = index.tensors[self._keys[name]]
-            self.specs[name] = Spec(tensor.dtype, tensor.shape, False)
+            self.specs[name] = TensorSpec(tensor.dtype, tensor.shape, False)
 
     def full(self, name: str) -> Tensor:
-        """See `Tensors`."""
+        """See `TensorSource`."""
         return self._stored.read(self._keys[name]).to(self.specs[name].dtype)
 
 
-def full_state_dict(tensors: Tensors, aliases: Mapping[str, str]) -> dict[str, Tensor] | None:
+def full_state_dict(tensors: TensorSource, aliases: Mapping[str, str]) -> dict[str, Tensor] | None:
     """Everything at once, as `save_pretrained(state_dict=...)` wants it: on rank 0's CPU; None on other ranks.
 
     Args:
@@ -207,7 +211,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def write_weights(
     folder: Path,
-    tensors: Tensors,
+    tensors: TensorSource,
     to_hub: ToHub,
     *,
     dtype: torch.dtype | None = None,
@@ -235,10 +239,10 @@ def write_weights(
             target = HubFolder(folder, weights_name, tensors.specs, to_hub, dtype, max_shard_size)
         except Exception as error:
             failure = error
-    names = target.portions if target is not None else []
-    for portion in broadcast_object(names) if live else names:
+    groups = target.conversion_groups if target is not None else []
+    for names in broadcast_object(groups) if live else groups:
         # After a failure too: the other ranks are on their way to the next tensor.
-        found = {name: tensor for name in portion if (tensor := tensors.full(name)) is not None}
+        found = {name: tensor for name in names if (tensor := tensors.full(name)) is not None}
         if target is not None and failure is None:
             try:
                 target.add(found)

@@ -1,8 +1,8 @@
-"""Models out of engines and checkpoints, in the format of the hub.
+"""Export of engines and checkpoints to safetensors in the hub's format: `save_pretrained`, consolidated state dicts.
 
 DeepSpeed's own (0.19.5 to 0.19.8) `save_16bit_model` and consolidated state dicts hold one rank's experts
-under the whole model's names, or raise. These take their place on one engine. They can go when DeepSpeed
-asks a parameter for its logical tensor.
+under the whole model's names, or raise. These take their place on one engine (`patches.deepspeed.engine_methods`). They
+can go when DeepSpeed asks a parameter for its logical tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,21 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ds_etp.checkpoint.export import LiveTensors, StoredTensors, full_state_dict, tied_names, write_weights
-from ds_etp.checkpoint.format import LATEST, Stored
+from ds_etp.checkpoint.format import LATEST, StoredCheckpoint
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS
 from ds_etp.errors import config_error
 from ds_etp.experts.fuse import unfuse
-from ds_etp.log import logger
-from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
-from ds_etp.patches.deepspeed.shard_save_guard import refuse_shard_saves
 from ds_etp.patches.peft.expert_lora import is_peft_model
 from ds_etp.patches.peft.export import save_adapters, without_empty_wrapper
-from ds_etp.patches.transformers.empty_models import check_names, model_of_checkpoint, model_of_stages
+from ds_etp.patches.transformers.export_models import (
+    check_names,
+    model_of_checkpoint,
+    model_of_stages,
+    names_ignored_on_save,
+)
 
-_GATHER = "stage3_gather_16bit_weights_on_model_save"
 # What a tokenizer or processor consists of, by how transformers names the files.
 _TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
@@ -44,7 +45,7 @@ _TOKENIZER_FILES = (
 
 
 def hub_tensors(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a transformers model under the hub's names: fused experts taken apart, prefixes put back.
+    """TensorSource of a transformers model under the hub's names: fused experts taken apart, prefixes put back.
 
     The steps that `PreTrainedModel.save_pretrained` (5.0 to 5.24) takes, without its `state_dict()`, its
     collectives and its copies of the whole model.
@@ -52,7 +53,7 @@ def hub_tensors(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     state = unfuse(model, state)
     if not isinstance(model, PreTrainedModel):
         return state
-    ignored = model._keys_to_ignore_on_save or ()
+    ignored = names_ignored_on_save(model)
     converted: dict[str, Tensor] = revert_weight_conversion(
         model, {name: tensor for name, tensor in state.items() if name not in ignored}
     )
@@ -95,7 +96,7 @@ def save_pretrained(
     Raises:
         CheckpointError: a file could not be written; on every rank alike.
     """
-    _save(engine, Path(save_directory), dtype=as_dtype(dtype), max_shard_size=max_shard_size)
+    write_model(engine, Path(save_directory), dtype=as_dtype(dtype), max_shard_size=max_shard_size)
     if tokenizer is not None and dist.get_rank() == 0:
         tokenizer.save_pretrained(save_directory)
 
@@ -115,7 +116,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _save(
+def write_model(
     engine: Any,
     folder: Path,
     *,
@@ -124,6 +125,7 @@ def _save(
     weights_name: str = WEIGHTS,
     exclude_frozen: bool = False,
 ) -> None:
+    """`save_pretrained` with every choice: the weights file's name, and whether frozen parameters are left out."""
     model = without_empty_wrapper(engine.module)
     topology = topology_of(engine)
     with _all_partitioned(engine):
@@ -162,49 +164,6 @@ def consolidated_state_dict(engine: Any, exclude_frozen_parameters: bool = False
         return full_state_dict(tensors, tied_names(engine.module))
 
 
-def install_exports(engine: Any, model: nn.Module) -> None:
-    """Makes one engine's export methods write the whole model."""
-    wanted = engine._config._param_dict.get("zero_optimization", {}).get(_GATHER)
-    # DeepSpeed's default is off, since gathering is slow and needs memory for all on rank 0. Then Trainer writes
-    # a checkpoint instead of a model. Ours goes one tensor at a time, so only an explicit false turns it off.
-    gather = wanted is not False or engine.zero_optimization_stage() != 3
-
-    def allowed(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda: gather
-
-    def save(_: Callable[..., Any]) -> Callable[..., Any]:
-        def save_16bit_model(
-            save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-        ) -> bool:
-            """Writes the folder that `ds_etp.save_pretrained` writes, in the type the model computes in.
-
-            A `save_filename` that ends in `.safetensors` names the weights file; any other means
-            `model.safetensors`, as no pickles are written.
-            """
-            if not gather:
-                logger().info("%s: nothing was saved, because %s is false", save_dir, _GATHER)
-                return False
-            name = save_filename if save_filename.endswith(".safetensors") else WEIGHTS
-            _save(engine, Path(save_dir), weights_name=name, exclude_frozen=exclude_frozen_parameters)
-            return True
-
-        return save_16bit_model
-
-    def consolidate(_: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(consolidated_state_dict, engine)
-
-    refuse_shard_saves(model)
-    override(engine, "zero_gather_16bit_weights_on_model_save", allowed)
-    for name, make in {
-        "save_16bit_model": save,
-        "save_fp16_model": save,
-        "_zero3_consolidated_16bit_state_dict": consolidate,
-        "_consolidated_16bit_state_dict": consolidate,
-    }.items():
-        if hasattr(engine, name):
-            override(engine, name, make)
-
-
 def find_tag(checkpoint: Path) -> Path:
     """The tag's folder: the given one, or the one that `latest` in it names."""
     latest = checkpoint / LATEST
@@ -237,7 +196,7 @@ def export_checkpoint(
         CheckpointError: the checkpoint is incomplete, damaged or of a model that can't be exported.
     """
     tag = find_tag(checkpoint)
-    with Stored.open(tag) as stored:
+    with StoredCheckpoint.open(tag) as stored:
         model = model_of_checkpoint(stored, config)
         computed = as_dtype(str(model.config.dtype or "float32"))
         assert computed is not None

@@ -1,4 +1,4 @@
-"""A tag's folder: which files are whose, and what a save that was killed left there."""
+"""Files of a tag's folder: the generation of the next save's, and removal of those of unfinished or earlier saves."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The checkpoint on disk: one index, one safetensors file for each rank, one small file of other state.
+"""The checkpoint format: one JSON index, one safetensors file of chunks for each rank, one small file of other state.
 
     <dir>/latest                            the tag to resume from
     <dir>/<tag>/index.json                  written last: a tag without it is incomplete
-    <dir>/<tag>/rankNNNNN[.G].safetensors   keys `<kind>/<name>#<box number>`
+    <dir>/<tag>/rankNNNNN[.G].safetensors   keys `<state name>/<name>#<chunk number>`
     <dir>/<tag>/state[.G].pt                lr scheduler and client state, `torch.load(weights_only=True)`
 
-A kind is `fp32` (the master weight; where there is none, as for frozen parameters, the weight in its own
-type), the name of an optimizer state (`exp_avg`, ...), or `buffer`. Names and shapes are Hugging Face's. G
+A state name is `fp32` (the master weight; where there is none, as for frozen parameters, the weight in its own
+type), that of an optimizer state (`exp_avg`, ...), or `buffer`. Names and shapes are Hugging Face's. G
 counts how often the tag was written: files of a new save never replace those the old index names.
 
-    with Stored.open(Path(folder)) as stored:        # no process group needed
+    with StoredCheckpoint.open(Path(folder)) as stored:        # no process group needed
         tensor = stored.read("fp32/model.norm.weight")
 """
 
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_etp.checkpoint.chunks import Chunk, Shape, coverage_error, read_plan
-from ds_etp.checkpoint.writer import FileFacts, hash_file
+from ds_etp.checkpoint.writer import FileMetadata, dtype_name, dtype_of_name, hash_file
 from ds_etp.errors import CheckpointError
 
 FORMAT = 1
@@ -34,27 +34,24 @@ INDEX = "index.json"
 LATEST = "latest"
 WEIGHT = "fp32"
 BUFFER = "buffer"
-_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_TORCH_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
-_TORCH_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """A box and the file it is in."""
+class StoredChunk:
+    """A chunk and the file it is in."""
 
-    box: Chunk
+    chunk: Chunk
     file: str
     key: str
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor and where its boxes are; they tile it exactly."""
+    """A logical tensor and where its chunks are; they tile it exactly."""
 
     dtype: torch.dtype
     shape: Shape
-    boxes: tuple[StoredBox, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 @dataclass
@@ -62,32 +59,32 @@ class Index:
     """What index.json says.
 
     Attributes:
-        tensors: by `<kind>/<name>`.
+        tensors: by `<state name>/<name>`.
         files: every file of the checkpoint, index.json apart.
         parameters: unsharded shape of every parameter of the model, stored or not, in the model's order.
         optimizer: None, or `class`; `groups`, hyperparameters; `group_of`, by parameter name, the place in
             `groups`; `scalars`, by parameter name, such as `{"step": 5}`.
         engine: counters and the loss scaler's state.
         layout: sizes and ZeRO stage of the run that wrote it.
-        extra: further facts: `ds_etp`, `tag`, `frozen`, `excluded`, `tied`, `model_class`, `state_file`,
+        extra: further entries: `ds_etp`, `tag`, `frozen`, `excluded`, `tied`, `model_class`, `state_file`,
             `hf_config`, `hf_generation_config`.
     """
 
     tensors: dict[str, StoredTensor]
-    files: dict[str, FileFacts]
+    files: dict[str, FileMetadata]
     parameters: dict[str, Shape]
     optimizer: dict[str, Any] | None
     engine: dict[str, Any]
     layout: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def kinds_of(self, name: str) -> set[str]:
-        """The kinds that are stored of a parameter, `fp32` among them."""
-        return {kind for kind in self.kinds if f"{kind}/{name}" in self.tensors}
+    def state_names_of(self, name: str) -> set[str]:
+        """The states that are stored of a parameter, `fp32` among them."""
+        return {state_name for state_name in self.state_names if f"{state_name}/{name}" in self.tensors}
 
     @property
-    def kinds(self) -> list[str]:
-        """All kinds that are stored of any parameter."""
+    def state_names(self) -> list[str]:
+        """All states that are stored of any parameter."""
         return sorted({key.partition("/")[0] for key in self.tensors} - {BUFFER})
 
     @property
@@ -95,24 +92,22 @@ class Index:
         """Names of the stored buffers."""
         return [key.partition("/")[2] for key in self.tensors if key.startswith(f"{BUFFER}/")]
 
-    def fault(self) -> str | None:
-        """What keeps the boxes from being exactly the tensors, in words; None where nothing does."""
+    def coverage_error(self) -> str | None:
+        """What keeps the chunks from being exactly the tensors, in words; None where nothing does."""
         for key, tensor in self.tensors.items():
-            problem = coverage_error(tensor.shape, [stored.box for stored in tensor.boxes])
+            problem = coverage_error(tensor.shape, [stored.chunk for stored in tensor.chunks])
             if problem:
                 return f"{key}: {problem}"
         return None
 
     def dump(self) -> bytes:
         """The index as it is written."""
-        from ds_etp.checkpoint.writer import dtype_name
-
         tensors = {
             key: {
                 "dtype": dtype_name(tensor.dtype),
                 "shape": tensor.shape,
                 "boxes": [
-                    {"start": s.box.start, "size": s.box.size, "file": s.file, "key": s.key} for s in tensor.boxes
+                    {"start": s.chunk.start, "size": s.chunk.size, "file": s.file, "key": s.key} for s in tensor.chunks
                 ],
             }
             for key, tensor in self.tensors.items()
@@ -125,7 +120,7 @@ class Index:
             "fingerprint": fingerprint(self.parameters),
             "parameters": self.parameters,
             "optimizer": self.optimizer,
-            "files": {name: {"bytes": facts.bytes, "sha256": facts.sha256} for name, facts in self.files.items()},
+            "files": {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()},
             "tensors": tensors,
         }
         return json.dumps(content, indent=1, allow_nan=True).encode()
@@ -155,20 +150,20 @@ class Index:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
         if content["fingerprint"] != fingerprint(index.parameters):
             raise CheckpointError(f"{path} is damaged: its fingerprint is not that of its parameters")
-        fault = index.fault()
-        if fault:
-            raise CheckpointError(f"{path} is damaged: {fault}")
+        gap = index.coverage_error()
+        if gap:
+            raise CheckpointError(f"{path} is damaged: {gap}")
         return index
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> Index:
         tensors = {}
         for key, value in content["tensors"].items():
-            boxes = tuple(
-                StoredBox(Chunk(tuple(b["start"]), tuple(b["size"])), b["file"], b["key"]) for b in value["boxes"]
+            chunks = tuple(
+                StoredChunk(Chunk(tuple(b["start"]), tuple(b["size"])), b["file"], b["key"]) for b in value["boxes"]
             )
-            tensors[key] = StoredTensor(_TORCH_DTYPES[value["dtype"]], tuple(value["shape"]), boxes)
-        files = {name: FileFacts(facts["bytes"], facts["sha256"]) for name, facts in content["files"].items()}
+            tensors[key] = StoredTensor(dtype_of_name(value["dtype"]), tuple(value["shape"]), chunks)
+        files = {name: FileMetadata(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
         parameters = {name: tuple(shape) for name, shape in content["parameters"].items()}
         known = {"format", "tensors", "files", "parameters", "fingerprint", "optimizer", "engine", "layout"}
         extra = {key: value for key, value in content.items() if key not in known}
@@ -181,7 +176,7 @@ def fingerprint(parameters: dict[str, Shape]) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-class Stored:
+class StoredCheckpoint:
     """A complete checkpoint, open for reading.
 
     Attributes:
@@ -197,7 +192,7 @@ class Stored:
         self._handles: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, folder: Path) -> Stored:
+    def open(cls, folder: Path) -> StoredCheckpoint:
         """Opens a tag's folder. Sizes of files are checked, hashes are not (see `check_file`).
 
         Raises:
@@ -218,29 +213,29 @@ class Stored:
         Raises:
             CheckpointError: it names the file and what is wrong.
         """
-        path, facts = self.folder / name, self.index.files[name]
+        path, metadata = self.folder / name, self.index.files[name]
         try:
             size = path.stat().st_size
-            if size != facts.bytes:
-                raise CheckpointError(f"{path} is damaged: {size} bytes, {facts.bytes} were written")
-            if contents and hash_file(path) != facts.sha256:
+            if size != metadata.bytes:
+                raise CheckpointError(f"{path} is damaged: {size} bytes, {metadata.bytes} were written")
+            if contents and hash_file(path) != metadata.sha256:
                 raise CheckpointError(f"{path} is damaged: its sha256 is not the one that was written")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing, and {self.folder / INDEX} needs it") from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
-    def read(self, key: str, box: Chunk | None = None) -> Tensor:
-        """A tensor `<kind>/<name>`, or one box of it, in the type it is stored in, on the CPU."""
+    def read(self, key: str, chunk: Chunk | None = None) -> Tensor:
+        """A tensor `<state name>/<name>`, or one chunk of it, in the type it is stored in, on the CPU."""
         tensor = self.index.tensors[key]
-        box = box or Chunk((0,) * len(tensor.shape), tensor.shape)
-        result = torch.empty(box.size, dtype=tensor.dtype)
-        for copy in read_plan([stored.box for stored in tensor.boxes], [box]):
-            stored = tensor.boxes[copy.source]
-            result[copy.write.slices()] = self._block(stored, copy.read)
+        chunk = chunk or Chunk((0,) * len(tensor.shape), tensor.shape)
+        result = torch.empty(chunk.size, dtype=tensor.dtype)
+        for item in read_plan([stored.chunk for stored in tensor.chunks], [chunk]):
+            stored = tensor.chunks[item.stored_index]
+            result[item.wanted_chunk.slices()] = self._read_chunk(stored, item.stored_chunk)
         return result
 
-    def _block(self, stored: StoredBox, block: Chunk) -> Tensor:
+    def _read_chunk(self, stored: StoredChunk, chunk: Chunk) -> Tensor:
         path = self.folder / stored.file
         try:
             if stored.file not in self._handles:
@@ -248,19 +243,19 @@ class Stored:
                     self._handles.pop(next(iter(self._handles)))
                 self._handles[stored.file] = safe_open(path, framework="pt")
             handle = self._handles[stored.file]
-            if not block.size:
+            if not chunk.size:
                 scalar: Tensor = handle.get_tensor(stored.key)
                 return scalar
-            part: Tensor = handle.get_slice(stored.key)[block.slices()]
+            values: Tensor = handle.get_slice(stored.key)[chunk.slices()]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is damaged: {stored.key} cannot be read ({error})") from error
-        return part
+        return values
 
     def close(self) -> None:
         """Lets go of the files."""
         self._handles.clear()
 
-    def __enter__(self) -> Stored:
+    def __enter__(self) -> StoredCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""A model's files as the hub has them: which tensors become which, and in which file each is.
+"""Sharded safetensors files of a model in the hub's format: conversion of names and layouts, weight map, index.
 
-One portion of the model at a time goes to its file: a parameter (a layer's fused experts), and beside it
-what the hub's format makes of it, is the most that is in memory.
+One conversion group at a time goes to its file: a parameter (a layer's fused experts), and beside it what the hub's
+format makes of it, is the most that is in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from ds_etp.checkpoint.chunks import Shape
-from ds_etp.checkpoint.writer import Entry, TensorFile, sync_folder, write_durably
+from ds_etp.checkpoint.writer import TensorEntry, TensorFile, sync_folder, write_durably
 
 WEIGHTS = "model.safetensors"
 SHARD_SIZE = "5GB"
@@ -27,7 +27,7 @@ ToHub = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """An unsharded tensor's type and shape, and whether it is a parameter (or a buffer)."""
 
     dtype: torch.dtype
@@ -35,63 +35,65 @@ class Spec:
     is_parameter: bool = True
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """A model's full tensors.
 
     Attributes:
         specs: all of them by Hugging Face name, in the model's order; a tied one once.
     """
 
-    specs: dict[str, Spec]
+    specs: dict[str, TensorSpec]
 
     def full(self, name: str) -> Tensor | None:
         """One full tensor on the CPU of the process that writes; None on others, of which all have to call."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """Tensors that turn into hub tensors together: one, unless the hub fuses what the model has apart."""
+class ConversionGroup:
+    """Tensors that are converted to hub tensors together: one, unless the hub fuses what the model has apart."""
 
     names: tuple[str, ...]
     hub: dict[str, Tensor]
 
 
-def steps_to_hub(specs: Mapping[str, Spec], dtype: torch.dtype | None, to_hub: ToHub) -> list[Step]:
-    """In what portions a model's tensors can be handed to `to_hub`, and what comes out (on the meta device).
+def conversion_groups(
+    specs: Mapping[str, TensorSpec], dtype: torch.dtype | None, to_hub: ToHub
+) -> list[ConversionGroup]:
+    """In what groups a model's tensors can be handed to `to_hub`, and what comes out (on the meta device).
 
     Found by trying, without data: which outputs each tensor has alone, and which tensors share an output.
     """
 
-    def tried(names: Sequence[str]) -> dict[str, Tensor]:
+    def converted(names: Sequence[str]) -> dict[str, Tensor]:
         return to_hub({name: _meta(specs[name], dtype) for name in names})
 
-    whole = tried(list(specs))
+    whole = converted(list(specs))
     sharers: dict[str, list[str]] = {}
-    steps: list[Step] = []
+    groups: list[ConversionGroup] = []
     try:
         for name in specs:
-            for output in tried([name]):
+            for output in converted([name]):
                 sharers.setdefault(output, []).append(name)
         joined: dict[str, tuple[str, ...]] = {name: (name,) for name in specs}
         for names in sharers.values():
             members = tuple(dict.fromkeys(member for name in names for member in joined[name]))
             joined.update(dict.fromkeys(members, members))
-        steps = [Step(names, tried(names)) for names in dict.fromkeys(joined.values())]
+        groups = [ConversionGroup(names, converted(names)) for names in dict.fromkeys(joined.values())]
     except Exception:
         # A conversion that can't do with a part of the model. It gets all of it below.
-        steps = []
-    outputs = [(name, tensor.shape) for step in steps for name, tensor in step.hub.items()]
+        groups = []
+    outputs = [(name, tensor.shape) for group in groups for name, tensor in group.hub.items()]
     if sorted(outputs) != sorted((name, tensor.shape) for name, tensor in whole.items()):
-        steps = [Step(tuple(specs), whole)]
+        groups = [ConversionGroup(tuple(specs), whole)]
     # Larger types first: readers map the file, and want aligned tensors.
-    return sorted(steps, key=lambda step: -max((t.dtype.itemsize for t in step.hub.values()), default=0))
+    return sorted(groups, key=lambda group: -max((t.dtype.itemsize for t in group.hub.values()), default=0))
 
 
-def _meta(spec: Spec, dtype: torch.dtype | None) -> Tensor:
+def _meta(spec: TensorSpec, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(spec.shape, dtype=_target(spec, dtype), device="meta")
 
 
-def _target(spec: Spec, dtype: torch.dtype | None) -> torch.dtype:
+def _target(spec: TensorSpec, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and spec.is_parameter and spec.dtype.is_floating_point else spec.dtype
 
 
@@ -107,38 +109,38 @@ class HubFolder:
         max_shard_size: of one file, as in `save_pretrained`.
 
     Attributes:
-        portions: the names that `add` wants together, in the order it wants them.
+        conversion_groups: the names that `add` wants together, in the order it wants them.
     """
 
     def __init__(
         self,
         folder: Path,
         weights_name: str,
-        specs: Mapping[str, Spec],
+        specs: Mapping[str, TensorSpec],
         to_hub: ToHub,
         dtype: torch.dtype | None,
         max_shard_size: int | str,
     ) -> None:
         self._folder, self._stem = folder, weights_name.removesuffix(".safetensors")
         self._specs, self._to_hub, self._dtype = specs, to_hub, dtype
-        steps = steps_to_hub(specs, dtype, to_hub)
-        self.portions = [step.names for step in steps]
-        everything = {name: tensor for step in steps for name, tensor in step.hub.items()}
+        groups = conversion_groups(specs, dtype, to_hub)
+        self.conversion_groups = [group.names for group in groups]
+        everything = {name: tensor for group in groups for name, tensor in group.hub.items()}
         split = split_torch_state_dict_into_shards(
             everything, filename_pattern=f"{self._stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
         )
         self._file_of = dict(split.tensor_to_filename)
         self._entries = {
-            file: [Entry(name, everything[name].dtype, tuple(everything[name].shape)) for name in names]
+            file: [TensorEntry(name, everything[name].dtype, tuple(everything[name].shape)) for name in names]
             for file, names in split.filename_to_tensors.items()
         }
         self._index = {"metadata": split.metadata, "weight_map": self._file_of} if split.is_sharded else None
         self._open: tuple[str, TensorFile] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, portion: Mapping[str, Tensor]) -> None:
-        """Writes the next of `portions`, full tensors on the CPU."""
-        cast = {name: tensor.to(_target(self._specs[name], self._dtype)) for name, tensor in portion.items()}
+    def add(self, group: Mapping[str, Tensor]) -> None:
+        """Writes the next of `conversion_groups`, full tensors on the CPU."""
+        cast = {name: tensor.to(_target(self._specs[name], self._dtype)) for name, tensor in group.items()}
         for name, tensor in self._to_hub(cast).items():
             file = self._file_of[name]
             if self._open is None or self._open[0] != file:

@@ -1,13 +1,13 @@
-"""Loading: a rank's boxes cut from the stored ones, whatever layout wrote them.
+"""Loading a checkpoint: each rank reads its chunks from the stored ones that overlap them, whatever layout wrote these.
 
-In two phases. Everything that can be found wrong is found first, on all ranks, and raised on all of them with
-nothing changed in memory. Then the tensors are filled.
+In two phases. Names, shapes, states and files are checked first, on all ranks, and what is wrong is raised on all of
+them with nothing changed in memory. Then weights and optimizer states are filled.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.chunks import LogicalTensor, logical_tensors, persistent_buffers
-from ds_etp.checkpoint.format import BUFFER, WEIGHT, Index, Stored
-from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, apply_settings
+from ds_etp.checkpoint.format import BUFFER, WEIGHT, Index, StoredCheckpoint
+from ds_etp.checkpoint.pipeline_stages import all_gather_stages, union_over_stages
+from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, apply_hyperparameters
 from ds_etp.errors import CheckpointError
 from ds_etp.log import log_table, logger
 from ds_etp.parallel.consensus import (
-    all_gather_object,
     assert_same_on_all_ranks,
     raise_if_any_failed,
     raise_on_all_ranks,
@@ -62,17 +62,19 @@ def load(
     """
     what, rank = f"loading checkpoint {request.folder}", dist.get_rank()
     tensors: list[LogicalTensor] = []
-    stored: Stored
+    stored: StoredCheckpoint
     state: dict[str, Any] = {}
     assert_same_on_all_ranks("loading a checkpoint", (str(request.folder), request.strict, request.optimizer))
     buffers: dict[str, Tensor] = {}
     with raise_on_all_ranks(what):
         tensors, buffers = logical_tensors(model, topology, rank), dict(persistent_buffers(model))
-    names = _names_of_all_stages({tensor.name for tensor in tensors}, set(buffers), topology)
+    by_stage = all_gather_stages((dict.fromkeys(tensor.name for tensor in tensors), dict.fromkeys(buffers)), topology)
+    parameter_names = union_over_stages(parameters for parameters, _ in by_stage).keys()
+    buffer_names = union_over_stages(stage_buffers for _, stage_buffers in by_stage).keys()
     with raise_on_all_ranks(what):
-        stored = Stored.open(request.folder)
+        stored = StoredCheckpoint.open(request.folder)
         _check_shapes(stored.index, tensors, buffers, request)
-        _check_names(stored.index, *names, request)
+        _check_names(stored.index, parameter_names, buffer_names, request)
         if request.optimizer:
             _check_optimizer(stored.index, states, request.folder)
         if not os.environ.get(SKIP_HASHES):
@@ -81,25 +83,16 @@ def load(
                 stored.check_file(name)
         state = torch.load(request.folder / stored.index.extra["state_file"], map_location="cpu", weights_only=True)
     with stored:
-        slots = _prepared(what, stored.index, tensors, states) if request.optimizer else {}
+        optimizer_tensors = _prepare_optimizer_tensors(what, stored.index, tensors, states) if request.optimizer else {}
         states.before_load()
         with raise_on_all_ranks(f"{what} (the engine now holds a part of it: load a complete one before you train on)"):
             _fill(model, stored, tensors, states, request.optimizer)
             if request.optimizer:
-                _restore_slots(stored.index, states, slots)
+                _restore_optimizer_tensors(stored.index, optimizer_tensors)
         states.after_load()
     if rank == 0:
         _log(stored.index, request, tensors)
     return stored.index, state
-
-
-def _names_of_all_stages(own: set[str], buffers: set[str], topology: Topology) -> tuple[set[str], set[str]]:
-    """Parameters and buffers of the whole model. Collective over the world where there are stages."""
-    if topology.pp == 1:
-        return own, buffers
-    firsts = topology.group_of("pp", 0)
-    answers = all_gather_object((own, buffers) if dist.get_rank() in firsts else (set(), set()))
-    return set().union(*(a for a, _ in answers)), set().union(*(b for _, b in answers))
 
 
 def _check_shapes(index: Index, tensors: list[LogicalTensor], buffers: dict[str, Tensor], request: LoadRequest) -> None:
@@ -114,19 +107,19 @@ def _check_shapes(index: Index, tensors: list[LogicalTensor], buffers: dict[str,
             raise CheckpointError(f"{where}: buffer {name} is {stored.shape} there and {tuple(buffer.shape)} here")
 
 
-def _check_names(index: Index, own: set[str], buffers: set[str], request: LoadRequest) -> None:
+def _check_names(index: Index, parameters: Set[str], buffers: Set[str], request: LoadRequest) -> None:
     where = f"{request.folder} was written by another model"
-    if not own & index.parameters.keys():
+    if not parameters & index.parameters.keys():
         raise CheckpointError(f"{where}: it has none of this model's parameters")
     if not request.strict:
         return
-    there, here = {*index.parameters, *index.buffers}, {*own, *buffers}
+    there, here = {*index.parameters, *index.buffers}, {*parameters, *buffers}
     if there != here:
         raise CheckpointError(
             f"{where}: {_some(there - here)} only there, {_some(here - there)} only here. To load what both have, "
             "pass load_module_strict=False."
         )
-    excluded = [name for name in own if f"{WEIGHT}/{name}" not in index.tensors]
+    excluded = [name for name in parameters if f"{WEIGHT}/{name}" not in index.tensors]
     if excluded:
         raise CheckpointError(
             f"{request.folder} was saved with exclude_frozen_parameters: it lacks {_some(excluded)}. To keep the "
@@ -146,65 +139,67 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "") or "none"
 
 
-def _prepared(
+def _prepare_optimizer_tensors(
     what: str, index: Index, tensors: list[LogicalTensor], states: EngineStates
 ) -> dict[int, tuple[OptimizerTensor, list[str]]]:
-    """Makes the optimizer's states exist and compares them with the stored ones; the slots with their parameters.
+    """Makes the optimizer's states exist and compares them with the stored ones.
+
+    Returns each tensor that the optimizer steps, with the names of the parameters in it.
 
     States that this engine had not had before go again if anything is wrong.
     """
-    slots: dict[int, tuple[OptimizerTensor, list[str]]] = {id(slot): (slot, []) for slot in states.slots()}
+    found: dict[int, tuple[OptimizerTensor, list[str]]] = {id(t): (t, []) for t in states.optimizer_tensors()}
     for tensor in tensors:
-        slot = states.place(tensor.parameter).slot
-        if slot is not None:
-            slots[id(slot)][1].append(tensor.name)
+        stepped = states.param_state(tensor.parameter).optimizer_tensor
+        if stepped is not None:
+            found[id(stepped)][1].append(tensor.name)
     made: list[OptimizerTensor] = []
     failure: Exception | None = None
     try:
-        for slot, names in slots.values():
-            stored = {name: index.kinds_of(name) - {WEIGHT} for name in names}
+        for stepped, names in found.values():
+            stored = {name: index.state_names_of(name) - {WEIGHT} for name in names}
             if not any(stored.values()):
                 continue
-            if not slot.state:
-                made.append(slot)
-                states.prepare([slot])
-            for name, kinds in stored.items():
-                if kinds and kinds != set(slot.kinds()):
+            if not stepped.state:
+                made.append(stepped)
+                states.init_states([stepped])
+            for name, state_names in stored.items():
+                if state_names and state_names != set(stepped.state_dtypes()):
                     theirs = index.optimizer["class"] if index.optimizer else None
                     raise CheckpointError(
-                        f"its optimizer, {theirs}, keeps {_some(kinds)} of {name}; this engine's, "
-                        f"{states.optimizer_class}, keeps {_some(slot.kinds())}. Pass load_optimizer_states=False "
-                        "to load the weights alone."
+                        f"its optimizer, {theirs}, keeps {_some(state_names)} of {name}; this engine's, "
+                        f"{states.optimizer_class}, keeps {_some(stepped.state_dtypes())}. Pass "
+                        "load_optimizer_states=False to load the weights alone."
                     )
     except Exception as error:
         failure = error
     try:
         raise_if_any_failed(what, failure)
     except CheckpointError:
-        for slot in made:
-            slot.forget()
+        for stepped in made:
+            stepped.drop_state()
         raise
-    return slots
+    return found
 
 
 def _fill(
-    model: nn.Module, stored: Stored, tensors: list[LogicalTensor], states: EngineStates, optimizer: bool
+    model: nn.Module, stored: StoredCheckpoint, tensors: list[LogicalTensor], states: EngineStates, optimizer: bool
 ) -> None:
     index = stored.index
     without: list[str] = []
     for tensor in tensors:
-        place = states.place(tensor.parameter)
-        if not place.held:
+        state = states.param_state(tensor.parameter)
+        if not state.is_local:
             continue
-        kinds = [WEIGHT]
-        if optimizer and place.slot is not None:
-            kinds += place.slot.kinds()
-        for kind in kinds:
-            key = f"{kind}/{tensor.name}"
+        state_names = [WEIGHT]
+        if optimizer and state.optimizer_tensor is not None:
+            state_names += state.optimizer_tensor.state_dtypes()
+        for state_name in state_names:
+            key = f"{state_name}/{tensor.name}"
             if key in index.tensors:
-                place.write(kind, _shard(stored, key, tensor))
-            elif kind != WEIGHT:
-                place.write(kind, torch.zeros(tensor.local_shape))
+                state.write(state_name, _read_shard(stored, key, tensor))
+            elif state_name != WEIGHT:
+                state.write(state_name, torch.zeros(tensor.local_shape))
                 without.append(tensor.name)
     for name, buffer in persistent_buffers(model):
         if f"{BUFFER}/{name}" in index.tensors:
@@ -213,31 +208,32 @@ def _fill(
         logger().warning("no optimizer states are stored of %s: these start at zero", _some(set(without)))
 
 
-def _shard(stored: Stored, key: str, tensor: LogicalTensor) -> Tensor:
-    """This rank's local tensor of one kind."""
-    if len(tensor.pieces) == 1:
-        return stored.read(key, tensor.pieces[0].box)
+def _read_shard(stored: StoredCheckpoint, key: str, tensor: LogicalTensor) -> Tensor:
+    """This rank's shard of one tensor `<state name>/<name>`, put together of its chunks."""
+    if len(tensor.chunks) == 1:
+        return stored.read(key, tensor.chunks[0].logical)
     local = torch.empty(tensor.local_shape, dtype=stored.index.tensors[key].dtype)
-    for piece in tensor.pieces:
-        piece.of(local).copy_(stored.read(key, piece.box))
+    for chunk in tensor.chunks:
+        chunk.of(local).copy_(stored.read(key, chunk.logical))
     return local
 
 
-def _restore_slots(index: Index, states: EngineStates, slots: dict[int, tuple[OptimizerTensor, list[str]]]) -> None:
+def _restore_optimizer_tensors(index: Index, optimizer_tensors: dict[int, tuple[OptimizerTensor, list[str]]]) -> None:
+    """Puts scalar states and hyperparameters back."""
     if index.optimizer is None:
         return
-    facts = index.optimizer
-    for slot, names in slots.values():
-        known = [name for name in names if name in facts["group_of"]]
-        if not any(index.kinds_of(name) - {WEIGHT} for name in names):
-            slot.forget()
+    stored = index.optimizer
+    for stepped, names in optimizer_tensors.values():
+        known = [name for name in names if name in stored["group_of"]]
+        if not any(index.state_names_of(name) - {WEIGHT} for name in names):
+            stepped.drop_state()
         if not known:
             continue
-        groups = {facts["group_of"][name] for name in known}
-        scalars = [facts["scalars"][name] for name in known]
+        groups = {stored["group_of"][name] for name in known}
+        scalars = [stored["scalars"][name] for name in known]
         chosen = max(scalars, key=lambda values: values.get("step", 0))
-        slot.set_scalars(chosen)
-        apply_settings(slot.group, facts["groups"][facts["group_of"][known[0]]])
+        stepped.set_scalars(chosen)
+        apply_hyperparameters(stepped.group, stored["groups"][stored["group_of"][known[0]]])
         if dist.get_rank() == 0 and (len(groups) > 1 or any(values != chosen for values in scalars)):
             logger().warning(
                 "%s had hyperparameters or step counts of their own, and share one optimizer group here: "
@@ -255,8 +251,8 @@ def _log(index: Index, request: LoadRequest, tensors: list[LogicalTensor]) -> No
     if changed:
         rows = [(key, f"{before.get(key)} -> {request.layout[key]}") for key in changed]
         anew = sum(
-            {stored.box for stored in index.tensors[f"{WEIGHT}/{tensor.name}"].boxes}
-            != {piece.box for piece in tensor.pieces}
+            {stored.chunk for stored in index.tensors[f"{WEIGHT}/{tensor.name}"].chunks}
+            != {chunk.logical for chunk in tensor.chunks}
             for tensor in tensors
             if f"{WEIGHT}/{tensor.name}" in index.tensors
         )

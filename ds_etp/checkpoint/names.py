@@ -1,6 +1,6 @@
-"""Names of a module's tensors as Hugging Face has them.
+"""Hugging Face names of a module's parameters and buffers.
 
-A module's own, but for a stage of a pipeline: there the attribute `hf_names` of the module maps the beginning of a
+A module's own names, but for a pipeline stage: there the attribute `hf_names` of the module maps the beginning of a
 local name ("3.", "tied_modules.embed.") to that of the Hugging Face name ("model.layers.2.").
 """
 

@@ -1,6 +1,6 @@
-"""Saving: every box of every logical tensor once, in parallel, by a rank that holds it.
+"""Saving a checkpoint: each chunk of each tensor is written once, in parallel, by a rank that holds it.
 
-The ranks of a pipeline stage walk its tensors in one order (see `walk`). Nothing of a save can be mistaken for a
+The ranks of a pipeline stage read its tensors in the order of the save plan. Nothing of a save can be mistaken for a
 checkpoint before index.json is in place, which is the last thing written but `latest`, and an earlier save of the same
 tag stays whole until then.
 """
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_etp.checkpoint.chunks import Chunk, LogicalTensor, logical_tensors
-from ds_etp.checkpoint.collect import StageMetadata, Written, gathered, index_of
 from ds_etp.checkpoint.folder import clean, next_generation, remove
-from ds_etp.checkpoint.format import INDEX, LATEST, Index, StoredBox, StoredTensor
+from ds_etp.checkpoint.format import INDEX, LATEST, Index, StoredChunk, StoredTensor
+from ds_etp.checkpoint.metadata import StageMetadata, WriteResult, gather_metadata, make_index, stage_metadata
+from ds_etp.checkpoint.save_plan import WriteItem, global_save_plan, local_save_plan
 from ds_etp.checkpoint.states import EngineStates
-from ds_etp.checkpoint.walk import WriteItem, agreed_walk, own_items
-from ds_etp.checkpoint.writer import FileFacts, TensorFile, stage, sync_folder, write_durably
+from ds_etp.checkpoint.writer import FileMetadata, TensorFile, sync_folder, write_durably, write_temporary
 from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
 from ds_etp.parallel.consensus import (
@@ -45,7 +45,7 @@ class SaveRequest:
         engine: counters and the like, as JSON has them.
         state: lr scheduler, client state: plain values and tensors, no objects.
         layout: sizes and ZeRO stage, for the log.
-        extra: further facts for the index.
+        extra: further entries of the index.
         save_latest: whether `latest` is to name the tag.
         exclude_frozen: leaves out parameters that aren't trained.
     """
@@ -75,31 +75,32 @@ def save(model: nn.Module, states: EngineStates, topology: Topology, request: Sa
     what, rank, start = f"saving checkpoint {request.folder}", dist.get_rank(), time.monotonic()
     tensors: list[LogicalTensor] = []
     items: list[WriteItem] = []
-    facts: StageMetadata | None = None
-    firsts = topology.group_of("pp", 0)
+    own_metadata: StageMetadata | None = None
+    first_ranks = topology.group_of("pp", 0)
     state = b""
     generation = ""
     assert_same_on_all_ranks("saving a checkpoint", (str(request.folder), request.exclude_frozen))
     with raise_on_all_ranks(what):
         tensors = logical_tensors(model, topology, rank)
-        items = own_items(model, tensors, states, request.exclude_frozen, topology)
-        facts = StageMetadata.of(tensors, states) if rank in firsts else None
+        items = local_save_plan(model, tensors, states, request.exclude_frozen, topology)
+        own_metadata = stage_metadata(tensors, states) if rank in first_ranks else None
         state = _serialized(request.state)
         request.folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             generation = next_generation(request.folder)
-    items, walk = agreed_walk(what, items, topology)
+    items, saved = global_save_plan(what, items, topology)
     generation = broadcast_object(generation)
     path = request.folder / f"rank{rank:05d}{generation}.safetensors"
-    by_rank, everything = gathered(_write(what, path, items), facts, firsts)
+    written = _write(what, path, items)
+    by_rank, parameters = gather_metadata(written, own_metadata, first_ranks)
     failure: Exception | None = None
-    index, staged = Index({}, {}, {}, None, {}, {}), None
+    index, temporary = Index({}, {}, {}, None, {}, {}), None
     if rank == 0:
         try:
-            index = index_of(walk, by_rank, everything, states.optimizer_class)
+            index = make_index(saved, by_rank, parameters, states.optimizer_class)
             index.engine, index.layout = request.engine, request.layout
             index.extra = {"tag": request.tag, **request.extra, **index.extra}
-            staged = _stage_index(index, request.folder, f"state{generation}.pt", state)
+            temporary = _write_temporary_index(index, request.folder, f"state{generation}.pt", state)
         except Exception as error:
             failure = error
     try:
@@ -108,8 +109,8 @@ def save(model: nn.Module, states: EngineStates, topology: Topology, request: Sa
         remove(path, request.folder / f"state{generation}.pt")
         raise
     with raise_on_all_ranks(what):
-        if staged is not None:
-            os.replace(staged, request.folder / INDEX)
+        if temporary is not None:
+            os.replace(temporary, request.folder / INDEX)
             sync_folder(request.folder)
             sync_folder(request.directory)
             if request.save_latest:
@@ -134,13 +135,13 @@ def _serialized(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _write(what: str, path: Path, items: list[WriteItem]) -> Written:
-    """Walks the tensors and writes this rank's boxes. Goes on walking after a failure: peers are waiting."""
+def _write(what: str, path: Path, items: list[WriteItem]) -> WriteResult:
+    """Writes this rank's chunks in the order of the save plan. Goes on reading after a failure: peers are waiting."""
     rank = dist.get_rank()
     failure: Exception | None = None
     file: TensorFile | None = None
-    facts: FileFacts | None = None
-    boxes: list[tuple[str, int, Chunk]] = []
+    metadata: FileMetadata | None = None
+    chunks: list[tuple[str, int, Chunk]] = []
     entries = [entry for item in items if item.writer == rank for _, entry in item.entries()]
     try:
         file = TensorFile(path, entries) if entries else None
@@ -151,14 +152,14 @@ def _write(what: str, path: Path, items: list[WriteItem]) -> Written:
         if shard is None or failure is not None or file is None:
             continue
         try:
-            for piece, entry in item.entries():
-                file.add(entry.key, piece.of(shard))
-                boxes.append((item.key, piece.number, piece.box))
+            for chunk, entry in item.entries():
+                file.add(entry.key, chunk.of(shard))
+                chunks.append((item.metadata.key, chunk.number, chunk.logical))
         except Exception as error:
             failure = error
     try:
         if file is not None and failure is None:
-            facts = file.finish()
+            metadata = file.finish()
             sync_folder(path.parent)
     except Exception as error:
         failure = error
@@ -169,20 +170,20 @@ def _write(what: str, path: Path, items: list[WriteItem]) -> Written:
             file.close()
         remove(path)
         raise
-    return Written(facts, boxes)
+    return WriteResult(metadata, chunks)
 
 
-def _stage_index(index: Index, folder: Path, state_file: str, state: bytes) -> Path:
+def _write_temporary_index(index: Index, folder: Path, state_file: str, state: bytes) -> Path:
     """Gives files their names of this generation, checks that they are there, and writes all but the index."""
     suffix = state_file.removeprefix("state").removesuffix(".pt") + ".safetensors"
-    index.files = {name + suffix: facts for name, facts in index.files.items()}
+    index.files = {name + suffix: metadata for name, metadata in index.files.items()}
     index.tensors = {
-        key: StoredTensor(t.dtype, t.shape, tuple(StoredBox(s.box, s.file + suffix, s.key) for s in t.boxes))
+        key: StoredTensor(t.dtype, t.shape, tuple(StoredChunk(s.chunk, s.file + suffix, s.key) for s in t.chunks))
         for key, t in index.tensors.items()
     }
-    for name, facts in index.files.items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != facts.bytes:
+    for name, metadata in index.files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != metadata.bytes:
             raise CheckpointError(f"{folder / name} is not there as rank 0 sees it: all ranks need one shared folder")
     index.files[state_file] = write_durably(folder / state_file, state)
     index.extra["state_file"] = state_file
-    return stage(folder / INDEX, index.dump())
+    return write_temporary(folder / INDEX, index.dump())

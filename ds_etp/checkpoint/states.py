@@ -1,7 +1,7 @@
-"""What a checkpoint needs to know of an engine's optimizer, whatever ZeRO stage it is.
+"""Optimizer states as a checkpoint reads and writes them: protocols that hold at every ZeRO stage.
 
-The protocols are implemented by `ds_etp.patches.deepspeed.optimizer_states`, which knows where DeepSpeed keeps things.
-Here is what doesn't depend on that: hyperparameters and scalars as plain values, and back.
+`ds_etp.patches.deepspeed.optimizer_states` implements them: it knows in which tensors DeepSpeed keeps master weights
+and states. Here is what doesn't depend on that: hyperparameters and scalar states as plain values, and back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OptimizerTensor(Protocol):
     def state(self) -> dict[str, Any]:
         """The optimizer's state of it; empty before the first step."""
 
-    def kinds(self) -> dict[str, torch.dtype]:
+    def state_dtypes(self) -> dict[str, torch.dtype]:
         """Names and dtypes of the states with one entry per weight."""
 
     def scalars(self) -> dict[str, float]:
@@ -43,37 +43,37 @@ class OptimizerTensor(Protocol):
     def set_scalars(self, values: Mapping[str, float]) -> None:
         """Puts the numbers back, each in the form (tensor or number) that this optimizer keeps it in."""
 
-    def forget(self) -> None:
+    def drop_state(self) -> None:
         """Drops the state, as if the optimizer had never stepped."""
 
 
-class Place(Protocol):
-    """One parameter's tensors on this rank."""
+class ParamState(Protocol):
+    """The weight and optimizer states of one parameter on this rank."""
 
     @property
-    def slot(self) -> OptimizerTensor | None:
-        """What the optimizer steps; None where the parameter is frozen or in no optimizer."""
+    def optimizer_tensor(self) -> OptimizerTensor | None:
+        """The tensor that the optimizer steps; None where the parameter is frozen or in no optimizer."""
 
     @property
-    def held(self) -> bool:
+    def is_local(self) -> bool:
         """Whether there is anything of it to fill on this rank."""
 
-    def dtype(self, kind: str) -> torch.dtype:
-        """The type a kind is kept in."""
+    def dtype(self, state_name: str) -> torch.dtype:
+        """The dtype that a state is kept in."""
 
-    def read(self, kind: str, reader: int) -> Tensor | None:
+    def read(self, state_name: str, reader: int) -> Tensor | None:
         """The rank's shard, gathered over its ZeRO group, on rank `reader`; None elsewhere.
 
         Collective over the ZeRO group, of which all members have to call it. Groups without `reader` do
         nothing.
         """
 
-    def write(self, kind: str, shard: Tensor) -> None:
-        """Takes from the shard (a CPU tensor of the local shape) what this rank keeps. Not collective."""
+    def write(self, state_name: str, shard: Tensor) -> None:
+        """Copies this rank's ZeRO partition out of the shard, a CPU tensor of the local shape. Not collective."""
 
 
 class EngineStates(Protocol):
-    """Every parameter's place, and what has to be done around filling them.
+    """The states of every parameter of an engine, and what has to be done around filling them.
 
     Attributes:
         optimizer_class: the base optimizer's class name; None without one.
@@ -81,14 +81,14 @@ class EngineStates(Protocol):
 
     optimizer_class: str | None
 
-    def place(self, parameter: nn.Parameter) -> Place:
-        """Where a parameter's tensors are."""
+    def param_state(self, parameter: nn.Parameter) -> ParamState:
+        """One parameter's tensors."""
 
-    def slots(self) -> list[OptimizerTensor]:
-        """Every slot of this rank once."""
+    def optimizer_tensors(self) -> list[OptimizerTensor]:
+        """Every tensor that the optimizer steps on this rank, once."""
 
-    def prepare(self, slots: Iterable[OptimizerTensor]) -> None:
-        """Makes the state of slots exist that have none yet. Weights and hyperparameters stay as they are."""
+    def init_states(self, tensors: Iterable[OptimizerTensor]) -> None:
+        """Makes the optimizer state of tensors that have none yet. Weights and hyperparameters stay as they are."""
 
     def before_load(self) -> None:
         """Brings the parameters to the form in which they are filled. Collective."""
@@ -103,12 +103,12 @@ class EngineStates(Protocol):
         """Puts them back."""
 
 
-def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group's hyperparameters as JSON has them."""
     return {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION and _is_plain(value)}
 
 
-def apply_settings(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
+def apply_hyperparameters(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
     """Gives a param group the stored hyperparameters that it knows, in the form it keeps them in."""
     for key, value in stored.items():
         if key in _IMPLEMENTATION or (key not in group and key != "initial_lr"):

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: safetensors written one tensor at a time, atomic small files."""
+"""Durable files: safetensors written one tensor at a time, small files replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-_DTYPES = {
+# How safetensors spells the dtypes that checkpoints hold.
+_DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -27,6 +28,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,13 +37,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     Raises:
         ValueError: safetensors has no such dtype, or we don't write it.
     """
-    if dtype not in _DTYPES:
+    if dtype not in _DTYPE_NAMES:
         raise ValueError(f"{dtype} tensors have no place in a checkpoint")
-    return _DTYPES[dtype]
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_of_name(name: str) -> torch.dtype:
+    """The dtype that safetensors spells so.
+
+    Raises:
+        KeyError: checkpoints don't hold it.
+    """
+    return _DTYPES[name]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor to be written: its key, dtype and shape."""
 
     key: str
@@ -55,8 +66,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What a finished file must look like when it is read."""
+class FileMetadata:
+    """Size and hash of a finished file."""
 
     bytes: int
     sha256: str
@@ -72,7 +83,7 @@ class TensorFile:
         entries: all tensors, those of larger dtypes first (readers map the file, and want aligned tensors).
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         self._pending = list(reversed(entries))
         self._hash = hashlib.sha256()
         self._bytes = 0
@@ -96,13 +107,13 @@ class TensorFile:
             flat = tensor.detach().to("cpu").contiguous().reshape(-1)
             self._write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
-    def finish(self) -> FileFacts:
+    def finish(self) -> FileMetadata:
         """Makes the file durable and closes it."""
         assert not self._pending, [entry.key for entry in self._pending]
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileFacts(self._bytes, self._hash.hexdigest())
+        return FileMetadata(self._bytes, self._hash.hexdigest())
 
     def close(self) -> None:
         """Closes the file, whatever is in it."""
@@ -115,7 +126,7 @@ class TensorFile:
         self._bytes += len(data)
 
 
-def stage(path: Path, data: bytes) -> Path:
+def write_temporary(path: Path, data: bytes) -> Path:
     """Writes a small file under a temporary name, durably; `os.replace` it to `path` to put it in place."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
@@ -125,11 +136,11 @@ def stage(path: Path, data: bytes) -> Path:
     return temporary
 
 
-def write_durably(path: Path, data: bytes) -> FileFacts:
+def write_durably(path: Path, data: bytes) -> FileMetadata:
     """Puts a small file in place, whole or not at all, even if the machine stops half-way."""
-    os.replace(stage(path, data), path)
+    os.replace(write_temporary(path, data), path)
     sync_folder(path.parent)
-    return FileFacts(len(data), hashlib.sha256(data).hexdigest())
+    return FileMetadata(len(data), hashlib.sha256(data).hexdigest())
 
 
 def sync_folder(folder: Path) -> None:
@@ -142,7 +153,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """The sha256 of a file, read in pieces."""
+    """The sha256 of a file, read block by block."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 24):

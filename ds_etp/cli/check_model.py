@@ -1,4 +1,4 @@
-"""What ds_etp would do with a model, without a GPU or a process group: the facts of `ds-etp check --model`."""
+"""`ds-etp check --model`: experts layouts, dispatchers, tp_plan and sizes of a model built on the meta device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from ds_etp.errors import config_error
 from ds_etp.experts.build import misaligned_shards
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.experts.registry import is_decorated
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.deepspeed.autotp import DensePlan, dense_plan
+from ds_etp.patches.signatures import check_signatures
+from ds_etp.patches.transformers.experts_flags import experts_implementation, is_decorated
 from ds_etp.patches.transformers.experts_interface import PER_TOKEN_NAMES
 from ds_etp.patches.transformers.meta_models import build_on_meta, read_config
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
@@ -60,9 +61,9 @@ class Inspection:
         other_parameters: all others of the whole model.
         local_parameters: expert parameters on one rank, before ZeRO partitions them.
         itemsize: bytes of one weight.
-        stage: the ZeRO stage.
-        dense: what AutoTP is shown; None where attention isn't split, or by a plan of the config's own.
-        choices: the plan of each experts module.
+        zero_stage: of ZeRO, 0 to 3.
+        dense: what AutoTP is shown; None where attention isn't split, or by a partition_config of the config's own.
+        choices: the dispatcher of each experts module.
         notes: what else there is to know, a sentence each.
     """
 
@@ -73,7 +74,7 @@ class Inspection:
     other_parameters: int
     local_parameters: int
     itemsize: int
-    stage: int
+    zero_stage: int
     dense: DensePlan | None
     choices: tuple[DispatchChoice, ...]
     notes: tuple[str, ...]
@@ -104,6 +105,7 @@ def inspect(
         ConfigError: the one an engine would raise, or why there is no model.
     """
     stage = zero_stage(ds_config)
+    check_signatures()
     check_host_versions(stage, topology.tp)
     config = read_config(source, trust_remote_code=trust_remote_code)
     model = build_on_meta(config, source, trust_remote_code=trust_remote_code, implementation=implementation)
@@ -122,7 +124,7 @@ def inspect(
         other_parameters=total - whole,
         local_parameters=local,
         itemsize=2 if half else first.element_size(),
-        stage=stage,
+        zero_stage=stage,
         dense=dense,
         choices=tuple(choose_dispatchers(model, layouts, topology, block, ranks_per_node).values()),
         notes=(
@@ -165,7 +167,7 @@ def _groups(model: Any, layouts: Mapping[str, ExpertsLayout], topology: Topology
         module = model.get_submodule(path)
         config = getattr(module, "config", None)
         # Where a class isn't decorated the config may have a choice all the same, and it is without effect.
-        kernel = str(getattr(config, "_experts_implementation", None) or "eager") if is_decorated(module) else "own"
+        kernel = experts_implementation(module) or "eager" if is_decorated(module) else "own"
         top_k = _top_k(config) or _top_k(model.config.get_text_config()) or _top_k(model.config) or "-"
         shapes = tuple((name, parameter) for name, parameter in layout.parameters.items())
         key = (re.sub(r"\.\d+\.", ".*.", path, count=1), type(module).__name__, kernel, top_k, shapes)

@@ -63,10 +63,10 @@ def _totals(inspection: Inspection, topology: Topology) -> Table:
     size = inspection.itemsize
     table.add_row("dense layers, whole", f"{inspection.other_parameters:,}", _bytes(inspection.other_parameters * size))
     table.add_row("experts, whole", f"{whole:,}", _bytes(whole * size))
-    of = "one rank of each stage, all together" if topology.pp > 1 else "one rank"
+    of = "one rank of each pipeline stage, all together" if topology.pp > 1 else "one rank"
     split = f"experts, on {of} (etp {topology.etp} x ep {topology.ep})"
     table.add_row(split, f"{local:,}", _bytes(local * size))
-    if inspection.stage == 3 and topology.edp > 1:
+    if inspection.zero_stage == 3 and topology.edp > 1:
         part = -(-local // topology.edp)
         table.add_row(f"... partitioned by ZeRO-3 (edp {topology.edp})", f"{part:,}", _bytes(part * size))
     return table
@@ -75,10 +75,10 @@ def _totals(inspection: Inspection, topology: Topology) -> Table:
 def _cut(parameter: ParameterLayout, topology: Topology) -> str:
     if parameter.dim is None:
         return "held whole, added by one rank"
-    blocks = f" in {parameter.fused_chunks} blocks" if parameter.fused_chunks > 1 else ""
+    chunks = f" in {parameter.fused_chunks} blocks" if parameter.fused_chunks > 1 else ""
     if topology.etp == 1:
         return "not cut"
-    return f"dimension {parameter.dim}{blocks}"
+    return f"dimension {parameter.dim}{chunks}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

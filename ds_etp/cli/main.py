@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ds_etp.activation import request
 from ds_etp.cli.plan import add_plan
 from ds_etp.config.block import ExpertTensorParallelConfig, check_dispatcher, layout_table, parse_block, resolve
 from ds_etp.config.deepspeed import BLOCK, autotp_size, check_host_options, half_dtype, zero_stage
@@ -77,10 +79,16 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--cp", type=_size, default=1, help="context (Ulysses) parallel size (default 1)")
     check.add_argument("--pp", type=_size, default=1, help="pipeline parallel size (default 1)")
     check.add_argument("--model", help="also check this model: a folder with config.json, that file, or a hub id")
-    check.add_argument("--gpus-per-node", type=_size, help="with --model, for the choice of a plan (default: one node)")
+    check.add_argument(
+        "--gpus-per-node", type=_size, help="with --model, for the choice of a dispatcher (default: one node)"
+    )
     check.add_argument("--experts-implementation", help="what the model is loaded with (default: transformers' choice)")
     check.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     check.set_defaults(run=_check)
+
+    run = commands.add_parser("run", help="run any command with ds_etp registered in all processes it starts")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="such as: -- llamafactory-cli train config.yaml")
+    run.set_defaults(run=_run)
 
     export = commands.add_parser("export", help="write a checkpoint's model as a folder that from_pretrained loads")
     export.add_argument("checkpoint", type=Path, help="folder of a checkpoint, of one of its tags, or of a Trainer's")
@@ -105,7 +113,8 @@ def _topology(args: argparse.Namespace) -> int:
     block = ExpertTensorParallelConfig(etp_size="auto" if args.etp is None else args.etp, ep_size=args.ep)
     topology = resolve(block, world=args.world, tp=args.tp, cp=args.cp, pp=args.pp)
     console = Console(highlight=False)
-    console.print(_table("Layout", ("size", "value"), layout_table(topology, block)[:-1]))  # no plan without a config
+    layout = layout_table(topology, block)[:-1]  # no dispatcher without a config
+    console.print(_table("Layout", ("size", "value"), layout))
     places = {kind: _places(topology, kind) for _, kind in AXES}
     rows = [(str(rank), *(str(places[kind][rank]) for _, kind in AXES)) for rank in range(topology.world)]
     console.print(_table("Ranks", ("rank", *(name for name, _ in AXES)), rows))
@@ -117,6 +126,18 @@ def _topology(args: argparse.Namespace) -> int:
         args.svg.write_text(draw_topology(topology, args.per_node), encoding="utf-8")
         console.print(f"drawn: {args.svg}")
     return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Becomes the command: signals, exit code and terminal are its own."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ConfigError("ds-etp run: no command is given. For example: ds-etp run -- accelerate launch train.py")
+    request()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise ConfigError(f"ds-etp run: {command[0]} can't be started: {error.strerror}") from None
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -160,7 +181,7 @@ def _check_model(
         implementation=args.experts_implementation,
     )
     console = console_for_tables(WIDTH)
-    # The last row of the layout is the plan as asked for; here it is the one that is taken.
+    # The last row of the layout is the dispatcher as asked for; here it is the one that is taken.
     layout = [*layout_table(topology, block)[:-1], *dispatcher_rows(facts.choices, block)]
     for part in (_table("Layout", ("size", "value"), layout), *report(facts, topology)):
         console.print(part)

@@ -1,4 +1,4 @@
-"""`ds-etp plan`: layouts of a model on so many GPUs, ranked, explained, drawn, and written as a DeepSpeed config."""
+"""`ds-etp plan`: the planner's layouts ranked, explained, drawn, and written as a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_etp.planner.advice import explain
 from ds_etp.planner.configs import read_facts
 from ds_etp.planner.hardware import Hardware, check_hardware, parse_bytes, with_links
 from ds_etp.planner.model import ModelFacts
-from ds_etp.planner.ranking import STAGES, Proposal, ds_config, rank_layouts, script_notes
+from ds_etp.planner.ranking import ZERO_STAGES, Proposal, ds_config, rank_layouts, script_notes
 from ds_etp.planner.timing import EXCHANGES
 
 _SIZES = "up to one (4), or a list (1,4; or 4, for that alone); default 1"
@@ -27,7 +27,7 @@ _PIPED_WIDTH = 120
 
 def add_plan(commands: Any, size: Callable[[str], int]) -> None:
     """Adds the subcommand to an argparse's subparsers; `size` reads a whole number of at least 1."""
-    plan = commands.add_parser("plan", help="rank the layouts of a model by memory, wire and time")
+    plan = commands.add_parser("plan", help="rank the layouts of a model by memory, communication and time")
     plan.add_argument("--model", required=True, help="config.json, a folder with one, or a model's id on the hub")
     plan.add_argument("--gpus", type=size, required=True, help="number of ranks the job will have")
     plan.add_argument("--memory", default="80GB", help="of one GPU (default 80GB)")
@@ -39,7 +39,7 @@ def add_plan(commands: Any, size: Callable[[str], int]) -> None:
     plan.add_argument(
         "--accumulate", type=size, help="micro batches of a step (default 1, with pipelines 4 for each stage of --pp)"
     )
-    plan.add_argument("--zero", type=int, choices=STAGES, help="ZeRO stage (default: all are tried)")
+    plan.add_argument("--zero", type=int, choices=ZERO_STAGES, help="ZeRO stage (default: all are tried)")
     plan.add_argument(
         "--link", default="intra=450GB,inter=50GB", help="bytes a second a GPU sends in and out of a node"
     )
@@ -54,7 +54,7 @@ def add_plan(commands: Any, size: Callable[[str], int]) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Prints the plan. Exit code 1 where no layout fits, so that scripts see it.
+    """Prints the ranked layouts. Exit code 1 where no layout fits, so that scripts see it.
 
     Raises:
         ConfigError: a model that can't be counted, machines that can't be, or a row that isn't there.
@@ -66,7 +66,7 @@ def run_plan(args: argparse.Namespace) -> int:
         hardware,
         sequence=args.seq,
         micro_batch=args.micro_batch,
-        stages=STAGES if args.zero is None else (args.zero,),
+        zero_stages=ZERO_STAGES if args.zero is None else (args.zero,),
         recompute=not args.no_recompute,
         micro_batches=args.accumulate or _micro_batches(args.pp, args.gpus),
         cp=args.cp,
@@ -184,7 +184,7 @@ def _ranked(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
         table.add_row(
             str(place),
             *(str(getattr(topology, axis)) for axis in ("tp", *axes, "etp", "ep", "edp")),
-            str(proposal.job.stage),
+            str(proposal.job.zero_stage),
             proposal.choice.dispatcher,
             f"{proposal.memory.peak / 1e9:.1f}",
             "yes" if proposal.fits else "no",
@@ -200,7 +200,7 @@ def _ranked(facts: ModelFacts, hardware: Hardware, proposals: Sequence[Proposal]
 def _memory(chosen: Proposal, place: int) -> Table:
     title = f"Memory of a rank in layout {place}: {chosen.sizes}"
     if chosen.topology.pp > 1:
-        title += f". The fullest stage is {chosen.memory.stage} of 0 to {chosen.topology.pp - 1}, with "
+        title += f". The fullest stage is {chosen.memory.pipeline_stage} of 0 to {chosen.topology.pp - 1}, with "
         title += f"{chosen.memory.layers} layers"
     table = Table("GB", "what", "why", title=title, title_justify="left")
     for line in chosen.memory.lines:
@@ -214,7 +214,7 @@ def _time(chosen: Proposal, hardware: Hardware, place: int) -> Table:
     timing, topology, micro = chosen.timing, chosen.topology, chosen.job.micro_batches
     title = f"Time of a step of {timing.tokens:,} tokens in layout {place}, an estimate: nothing overlaps"
     if topology.pp > 1:
-        title += f". The slowest stage is {timing.stage} of 0 to {topology.pp - 1}"
+        title += f". The slowest stage is {timing.pipeline_stage} of 0 to {topology.pp - 1}"
     table = Table("s", "what", "why", title=title, title_justify="left")
     rate = f"{hardware.flops / 1e12:.0f} TFLOP/s"
     links = f"{hardware.intra / 1e9:.0f} GB/s in a node, {hardware.inter / 1e9:.0f} GB/s out of it"
@@ -226,7 +226,7 @@ def _time(chosen: Proposal, hardware: Hardware, place: int) -> Table:
             "tokens to experts and back",
             f"{timing.rows:,.0f} rows a rank, {chosen.choice.dispatcher}; {links}",
         ),
-        (timing.attention, "AutoTP", "an all-reduce for each split block, and the logits"),
+        (timing.attention, "AutoTP", "an all-reduce for each split decoder block, and the logits"),
     ]
     if topology.cp > 1:
         why = f"{EXCHANGES} all-to-alls a layer and direction over cp {topology.cp}: queries, keys, values, result"

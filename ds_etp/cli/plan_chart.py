@@ -1,4 +1,4 @@
-"""The picture of a plan: what fills a rank's memory, and what a token's time goes into, layout by layout."""
+"""The chart of `ds-etp plan`: stacked bars of a rank's memory and of a token's time, layout by layout."""
 
 from __future__ import annotations
 

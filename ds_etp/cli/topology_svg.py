@@ -1,4 +1,4 @@
-"""The picture of a layout: the same ranks twice, as attention and as experts see them, in SVG. No torch.
+"""SVG of a topology: every rank with its groups, once for the dense path and once for experts. No torch.
 
 A cell is a rank, a frame a node. Every rank has a chip for each group it is in, coloured by the kind of group and
 numbered as in `Topology.groups`. Cells of one fill hold the same weights.

@@ -114,6 +114,16 @@ def check_optimizer(optimizer: Any, block: ExpertTensorParallelConfig, topology:
         raise _refusal("optimizer", f"{kind.__module__}.{kind.__qualname__}", topology)
 
 
+def check_client_optimizer(
+    client: Any, ds_config: Mapping[str, object], block: ExpertTensorParallelConfig, topology: Topology
+) -> None:
+    """`check_optimizer_name` or `check_optimizer`, by what `initialize` was given; a callable tells nothing yet."""
+    if client is None:
+        check_optimizer_name(ds_config, block, topology)
+    elif hasattr(client, "param_groups"):
+        check_optimizer(client, block, topology)
+
+
 def _refusal(key: str, name: str, topology: Topology) -> ConfigError:
     return config_error(
         key,

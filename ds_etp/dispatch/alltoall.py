@@ -86,7 +86,7 @@ class AllToAll(TokenDispatcher):
         rows, chosen = _Dispatch.apply(dispatched, x, weights)
         by_expert = self.groups.topology.ep > 1
         return DispatchOutput(
-            rows, dispatched.index, chosen, None, len(rows), len(x), dispatched.route, by_expert=by_expert
+            rows, dispatched.index, chosen, None, None, len(rows), len(x), dispatched.route, by_expert=by_expert
         )
 
     def combine(self, partial: Tensor, rows: DispatchOutput, overlap_fn: OverlapFn = None) -> Tensor:
@@ -96,17 +96,17 @@ class AllToAll(TokenDispatcher):
         result: Tensor = _Combine.apply(rows.handle, partial)
         return result
 
-    def ep_mask(self, index: Tensor) -> Tensor:
-        """Which ep_ranks have an expert for each row of `[n, K]`: `[n, ep]`."""
-        mask = torch.zeros(len(index), self.groups.ep.size, dtype=torch.bool, device=index.device)
-        return mask.scatter_(1, (index // self.local_experts).long(), True)
+    def choices(self, index: Tensor) -> Tensor:
+        """How many experts on each ep_rank each row of `[n, K]` has: `[n, ep]`."""
+        ep_ranks = torch.arange(self.groups.ep.size, device=index.device)
+        return ((index // self.local_experts)[:, None] == ep_ranks[:, None]).sum(2)
 
     def dispatch_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> _Dispatched:
         """Tokens `[T, H]`, `[T, K]`, `[T, K]` to assignments `[a, H]`, `[a, k]`, `[a, k]`, and the way back."""
         layout, tokens = self.layout, len(x)
         held = layout.held_rows(tokens)
-        mask = self.ep_mask(index[held.start : held.stop])
-        counts = self._counts.run(mask, tokens)
+        choices = self.choices(index[held.start : held.stop])
+        counts = self._counts.run(choices, tokens)
         padding = None
         if self.gathers_over_etp and not layout.tp_local_ranks:
             owned = counts.owned[layout.expt_tp_ranks.start : layout.expt_tp_ranks.stop]
@@ -115,21 +115,20 @@ class AllToAll(TokenDispatcher):
             self.groups,
             padding,
             layout.owned(tokens, layout.expert_mp_rank),
-            [x, weights, index.to(torch.int32)],  # half the bytes on the wire
+            [x, weights, index.to(torch.int32)],  # half the bytes to send
         )
         if padding is not None:
-            mask = self.ep_mask(unpadded(inputs[2], owned))
-        plan = type(self).make_plan(layout, counts, tokens, mask)
+            choices = self.choices(unpadded(inputs[2], owned))
+        plan = type(self).make_plan(layout, counts, tokens, choices > 0)
         return self._assign(plan, exchange(self.groups, plan, inputs), index.dtype)
 
     def _assign(self, plan: RoutingPlan, buffer: Sequence[Tensor], index_dtype: torch.dtype) -> _Dispatched:
         rows, partial_rows, k_index = plan.rows, plan.partial_rows, None
         local = buffer[2].index_select(0, rows)
         if self.groups.topology.ep > 1:
-            row, k_index, local = local_pairs(local, self.first_expert, self.local_experts)
+            row, k_index, local = local_pairs(local, self.first_expert, self.local_experts, plan.num_assignments)
             rows, partial_rows = rows[row], partial_rows[row]
-        num_choices = buffer[1].shape[1]
-        route = AllToAllRoute(self.groups, plan, rows, partial_rows, k_index, num_choices, self.reduce_dtype)
+        route = AllToAllRoute.of(self.groups, plan, rows, partial_rows, k_index, buffer[1].shape[1], self.reduce_dtype)
         weights = route.permute(buffer[1])
         if len(local) == 0:
             local, weights = local.new_zeros(1, 1), weights[:, :1]

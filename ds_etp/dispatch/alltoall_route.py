@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_etp.dispatch.recv_buffer import RecvBuffer
 from ds_etp.dispatch.routing_table import RoutingPlan
+from ds_etp.dispatch.segments import Segments
 from ds_etp.parallel.async_ops import AsyncWork, OverlappedOp, completed, start_all_to_all
 from ds_etp.parallel.collectives import (
     all_gather_padded,
@@ -40,6 +41,8 @@ class AllToAllRoute:
         plan: of this call.
         rows: `[a]`, the buffer row of each assignment.
         partial_rows: `[a]`, the partial row it is summed into.
+        by_partial_row: the assignments of each partial row.
+        by_own_row: of each own row, its sum that stayed and those that came back, one behind the other.
         k_index: `[a]`, which of its token's K experts it is; None without ep, where a row is one assignment.
         num_choices: K.
         reduce_dtype: what partial sums are added up in; None for their own dtype.
@@ -49,9 +52,31 @@ class AllToAllRoute:
     plan: RoutingPlan
     rows: Tensor
     partial_rows: Tensor
+    by_partial_row: Segments
+    by_own_row: Segments | None
     k_index: Tensor | None
     num_choices: int
     reduce_dtype: torch.dtype | None
+
+    @classmethod
+    def of(
+        cls,
+        groups: ExpertGroups,
+        plan: RoutingPlan,
+        rows: Tensor,
+        partial_rows: Tensor,
+        k_index: Tensor | None,
+        num_choices: int,
+        reduce_dtype: torch.dtype | None,
+    ) -> AllToAllRoute:
+        """From the plan and the assignments."""
+        by_partial_row, by_own_row = Segments.of(partial_rows, plan.num_partial_rows), None
+        if groups.topology.ep > 1:
+            staying = plan.staying_rows
+            if staying is None:
+                staying = torch.arange(plan.num_own_rows, device=rows.device)
+            by_own_row = Segments.of(torch.cat([staying, plan.returned_rows]), plan.num_own_rows)
+        return cls(groups, plan, rows, partial_rows, by_partial_row, by_own_row, k_index, num_choices, reduce_dtype)
 
     def dispatch(self, tensor: Tensor) -> Tensor:
         """Tokens `[T, H]`, alike on tensor-parallel peers, to one row per assignment `[a, H]`."""
@@ -82,44 +107,38 @@ class AllToAllRoute:
         sums = [self._unpermute(tensor, is_weights=number > 0) for number, tensor in enumerate(tensors)]
         if plan.reduce_padding is not None:
             sums = list(reduce_scatter_padded(sums, plan.reduce_padding, groups.expt_tp))
-        rows = plan.num_own_rows
         if groups.topology.ep == 1:
-            # Without padding, and no views: see `finish`.
+            # Without padding, and no views: a function of autograd should return none.
+            rows = plan.num_own_rows
             return [], [total if len(total) == rows else total[:rows].clone() for total in sums]
         sent = sum(plan.combine_input_splits)
-        back, own = [total[:sent] for total in sums], [total[sent:] for total in sums]
-        if plan.staying_rows is not None:
-            staying = plan.staying_rows
-            parts = [part[: len(staying)] for part in own]
-            own = [part.new_zeros(rows, part.shape[1]).index_add_(0, staying, part) for part in parts]
-        return back, own
+        stay = sent + (plan.num_own_rows if plan.staying_rows is None else len(plan.staying_rows))
+        return [total[:sent] for total in sums], [total[sent:stay] for total in sums]
 
     def finish(
         self, own: Sequence[Tensor], back: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> tuple[Tensor, ...]:
         """From sums of own rows, and those that came back over ep, to tokens `[T, ...]`."""
         plan, groups = self.plan, self.groups
-        if groups.topology.ep > 1:  # not in place: they are views, and a function of autograd should return none
-            own = [total.index_add(0, plan.returned_rows, part) for total, part in zip(own, back, strict=True)]
+        if self.by_own_row is not None:
+            own = [self.by_own_row.sum(torch.cat(parts)) for parts in zip(own, back, strict=True)]
         if plan.reduce_splits is not None:
             own = reduce_scatter_rows(own, plan.reduce_splits, groups.expt_tp, None)
         result = [total.to(dtype) for total, dtype in zip(own, dtypes, strict=True)]
         return all_gather_rows(result, balanced_splits(plan.tokens, groups.tp.size), groups.tp)
 
     def _unpermute(self, tensor: Tensor, *, is_weights: bool) -> Tensor:
-        """Assignments `[a, ...]` added up by partial row: `[num_partial_rows, ...]`.
-
-        Sums are made in memory of their own, and packed after that: adding to parts of wider rows is several times
-        slower on a CPU.
-        """
-        tensor = tensor[: len(self.partial_rows)].to(self.reduce_dtype or tensor.dtype)
-        width = self.num_choices if is_weights else tensor.shape[1]
-        total = tensor.new_zeros(self.plan.num_partial_rows, width)
+        """Assignments `[a, ...]` added up by partial row: `[num_partial_rows, ...]`."""
+        dtype = self.reduce_dtype or tensor.dtype
         if not is_weights:
-            return total.index_add_(0, self.partial_rows, tensor)
+            return self.by_partial_row.sum(tensor, dtype)
+        total = tensor.new_zeros(self.plan.num_partial_rows, self.num_choices, dtype=dtype)
+        tensor = tensor[: len(self.partial_rows)].to(dtype)
         if self.k_index is None:
-            return total.index_put_((self.partial_rows,), tensor)
-        return total.index_put_((self.partial_rows, self.k_index), tensor[:, 0])
+            total[self.partial_rows] = tensor
+        else:
+            total[self.partial_rows, self.k_index] = tensor[:, 0]  # no pair occurs twice
+        return total
 
 
 def gather_inputs(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_etp.dispatch.permute import permute, unpermute
+from ds_etp.dispatch.segments import Segments
 from ds_etp.parallel import autograd as c
 from ds_etp.parallel.autograd import OverlapFn
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
@@ -29,6 +30,7 @@ class DispatchOutput:
         index: `[a, k]`, over this rank's experts.
         weights: `[a, k]`.
         token_index: `[a]`, which of the n rows an assignment belongs to; None where rows are assignments.
+        by_token: the assignments of each of the n rows; None with `token_index`.
         num_tokens_received: n, how many rows arrived.
         tokens: T, how many tokens the module was called with.
         handle: what the dispatcher itself needs for `combine`.
@@ -39,6 +41,7 @@ class DispatchOutput:
     index: Tensor
     weights: Tensor
     token_index: Tensor | None
+    by_token: Segments | None
     num_tokens_received: int
     tokens: int
     handle: Any = None
@@ -60,7 +63,7 @@ class TokenDispatcher(ABC):
         equal_batches: the config's promise that all ranks bring equally many tokens.
     """
 
-    knows_shapes = False  # whether rows have shapes the host knows, as far as they can be marked
+    knows_shapes = False  # whether rows have shapes the host knows, as far as they can have sentinels
 
     def __init__(
         self,
@@ -110,16 +113,17 @@ class TokenDispatcher(ABC):
         handle: Any = None,
         copied: ProcessGroupInfo | None = None,
     ) -> DispatchOutput:
-        """Rows whose assignments are all to local experts, or marked where they aren't; at least one row.
+        """Rows whose assignments are all to local experts, or a sentinel where they aren't; at least one row.
 
         `copied`: peers that all hold these tokens, and among whom gradients are to be summed.
         """
-        count, token_index = len(x), None
+        count, token_index, by_token = len(x), None, None
         by_expert = self.groups.topology.ep > 1 and not with_sentinels
         if by_expert:
             # One row for each (token, local expert) pair: families don't agree on an index for "not here".
             token_index, choice, index = local_pairs(index, self.first_expert, self.local_experts)
-            x, weights = permute(copied, token_index, choice, x, weights, reduce_dtype=self.reduce_dtype)
+            by_token = Segments.of(token_index, count)
+            x, weights = permute(copied, by_token, token_index, choice, x, weights, reduce_dtype=self.reduce_dtype)
         else:
             if copied is not None:
                 x, weights = c.copy_to_group(copied, x, weights, reduce_dtype=self.reduce_dtype)
@@ -135,24 +139,29 @@ class TokenDispatcher(ABC):
             weights = torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
             if token_index is None:
                 token_index = index.new_zeros(0, dtype=torch.int64)
-        return DispatchOutput(x, index, weights, token_index, count, tokens, handle, by_expert)
+                by_token = Segments.of(token_index, count)
+        return DispatchOutput(x, index, weights, token_index, by_token, count, tokens, handle, by_expert)
 
     def _from_local(self, partial: Tensor, rows: DispatchOutput, *, copied: ProcessGroupInfo | None = None) -> Tensor:
         """Partial outputs `[a, H]` summed by row: `[n, H]`; over the peers too that got a copy of the rows."""
-        if rows.token_index is None:
+        if rows.token_index is None or rows.by_token is None:
             return partial if copied is None else c.reduce_from_group(copied, partial, reduce_dtype=self.reduce_dtype)
         if len(partial) > len(rows.token_index):
             partial = partial[: len(rows.token_index)]  # without the row that kept the graph
-        dtype = self.reduce_dtype or partial.dtype
-        return unpermute(copied, rows.token_index, rows.num_tokens_received, partial.to(dtype))
+        return unpermute(copied, rows.by_token, rows.token_index, partial, reduce_dtype=self.reduce_dtype)
 
 
-def local_pairs(index: Tensor, first_expert: int, num_local_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def local_pairs(
+    index: Tensor, first_expert: int, num_local_experts: int, count: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows' expert indices `[n, K]` the local ones: their row and k_index, `[a]` each, and the local index `[a, 1]`.
 
-    Expert by expert, as grouped matrix multiplies want them: rows are copied once, in that order.
+    Expert by expert, as grouped matrix multiplies want them: rows are copied once, in that order. The host waits for
+    the device, unless it knows `count`, how many there are.
     """
     local = index - first_expert
-    row, k_index = ((local >= 0) & (local < num_local_experts)).nonzero(as_tuple=True)
+    is_local = (local >= 0) & (local < num_local_experts)
+    pairs = is_local.nonzero() if count is None else torch.nonzero_static(is_local, size=count)
+    row, k_index = pairs.unbind(1)
     local, order = local[row, k_index].sort(stable=True)
     return row[order], k_index[order], local[:, None]

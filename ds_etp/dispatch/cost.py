@@ -1,19 +1,19 @@
 """Communication volume of each dispatcher, and which one sends fewest rows: from sizes alone, no torch.
 
 Legend: t tokens a rank owns (tensor-parallel peers hold the same batch and own a share each), K experts per
-token, E experts, c = ep * etp ranks that hold one set of experts together, q the chance that a token wants
-some expert of a given ep index. Rows are per owned token and forward; backward moves as many, since it is
+token, E experts, c = ep * etp ranks that hold one set of experts together, q the chance that a token has
+an expert on a given ep rank. Rows are per owned token and forward; backward moves as many, since it is
 the transpose. The gather over tp that attention needs in any case is left out.
 
-    dispatcher                    out                                          back
-    replicated              0                                            c-1
-    allgather               c-1                                          c-1
-    alltoall                q(ep-n) over ep, (etp-1)q(ep-n) over expt_tp q(ep-1) and (etp-1)q*ep
-    alltoall_etp_first   q*etp(ep-n) over ep, (etp-1) over expt_tp    q*etp(ep-1) and (etp-1)
+    dispatcher          out                                            back
+    replicated          0                                              c-1
+    allgather           c-1                                            c-1
+    alltoall            q(ep-n) over ep, (etp-1)q(ep-n) over expt_tp   q(ep-1) and (etp-1)q*ep
+    alltoall_etp_first  q*etp(ep-n) over ep, (etp-1) over expt_tp      q*etp(ep-1) and (etp-1)
 
-n counts the ep indices whose ranks all hold the token already, as tensor-parallel peers of its owner: nothing
+n counts the ep ranks whose expt_tp group holds the token already, as tensor-parallel peers of its owner: nothing
 is sent there. Where etp doesn't divide tp there are none; where c divides tp they are all, and nothing goes
-out. Where etp divides tp, gather first has nothing to gather.
+out. Where etp divides tp, ETP first has nothing to gather.
 """
 
 from __future__ import annotations
@@ -75,23 +75,26 @@ def prob_ep_rank_hit(experts: int | None, per_token: int, ep: int) -> float:
 
 
 def tokens_are_replicated(topology: Topology) -> bool:
-    """Whether every rank of one expert-model-parallel block already holds the block's tokens.
+    """Whether all expert ranks hold each other's tokens already.
 
-    Tensor-parallel peers hold the same batch. A block is `ep * etp` neighbouring ranks, so it lies inside
-    one tensor-parallel group exactly when `tp` is a multiple of `ep * etp`.
+    Tensor-parallel peers hold the same batch. The ranks of one set of experts are `ep * etp` neighbours, so they lie
+    inside one tensor-parallel group exactly when `tp` is a multiple of `ep * etp`.
     """
     return topology.tp % topology.expert_model_parallel == 0
 
 
 def mean_replicated_ep_ranks(topology: Topology) -> float:
-    """n: ep indices whose ranks all hold a token of this rank already, on average over ranks."""
-    tp, block = topology.tp, topology.expert_model_parallel
+    """n: mean number of ep ranks whose expt_tp group lies inside this rank's TP group.
+
+    A token need not be sent there.
+    """
+    tp, ranks = topology.tp, topology.expert_model_parallel
     if tp % topology.etp:
         return 0.0
-    # Blocks and tensor-parallel groups are runs of neighbours; where neither divides the other, overlaps vary.
-    period = tp * block // gcd(tp, block)
+    # Expert ranks and tensor-parallel groups are runs of neighbours; where neither divides the other, overlaps vary.
+    period = tp * ranks // gcd(tp, ranks)
     held = sum(
-        min(rank // tp * tp + tp, rank // block * block + block) - max(rank // tp * tp, rank // block * block)
+        min(rank // tp * tp + tp, rank // ranks * ranks + ranks) - max(rank // tp * tp, rank // ranks * ranks)
         for rank in range(period)
     )
     return held / period / topology.etp
@@ -110,18 +113,18 @@ def comm_volume(
     Raises:
         ValueError: no such dispatcher.
     """
-    ep, etp, block = topology.ep, topology.etp, topology.expert_model_parallel
+    ep, etp, ranks = topology.ep, topology.etp, topology.expert_model_parallel
     tp_gathers, tp_rows = (2, topology.tp - 1) if topology.tp > 1 else (0, 0)
     q, replicated_ep = prob_ep_rank_hit(experts, per_token, ep), mean_replicated_ep_ranks(topology)
     remote, peers = ep - (replicated_ep or 1), etp - 1
     uses_a2a, uses_etp_reduce = (ep > 1), (etp > 1)
     if dispatcher == "replicated":
-        merged = topology.tp == block  # the merge and the gather over tp are one all-reduce
-        return CommVolume({"expert_model_parallel": block - 1}, 2 * (block > 1) + tp_gathers * (not merged), tp_rows)
+        merged = topology.tp == ranks  # the merge and the gather over tp are one all-reduce
+        return CommVolume({"expert_model_parallel": ranks - 1}, 2 * (ranks > 1) + tp_gathers * (not merged), tp_rows)
     if dispatcher == "allgather":
-        messages = (4 + (not equal_batches)) * (block > 1)
-        return CommVolume({"expert_model_parallel": 2 * (block - 1)}, messages + tp_gathers, tp_rows)
-    sizes = int(block > 1)
+        messages = (4 + (not equal_batches)) * (ranks > 1)
+        return CommVolume({"expert_model_parallel": 2 * (ranks - 1)}, messages + tp_gathers, tp_rows)
+    sizes = int(ranks > 1)
     if dispatcher == "alltoall":
         rows: dict[GroupKind, float] = {
             "ep": q * remote + q * (ep - 1),
@@ -199,7 +202,7 @@ def choose_dispatcher(
 
 
 def _leaves_node(topology: Topology, kind: GroupKind, ranks_per_node: int | None) -> bool:
-    """Whether any group of a kind has ranks on two nodes. Groups of both kinds are in runs of a block."""
+    """Whether any group of a kind has ranks on two nodes. Those of ep and expt_tp are among neighbours."""
     if ranks_per_node is None:
         return False
     span = topology.etp if kind == "expt_tp" else topology.expert_model_parallel

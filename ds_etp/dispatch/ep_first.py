@@ -76,6 +76,7 @@ def ep_first_plan(layout: RankLayout, counts: RoutingCounts, tokens: int, ep_mas
         received=etp * recv_padding if etp > 1 else int(remote[:, j].sum()),
         recv_padding=recv_padding if etp > 1 else None,
         rows=torch.cat([local_rows, remote_rows]),
+        num_assignments=counts.assignments[e],
         partial_rows=torch.cat([local_partial, remote_partial]),
         num_partial_rows=section * etp if etp > 1 else int(back.sum()) + len(own),
         reduce_padding=section if etp > 1 else None,

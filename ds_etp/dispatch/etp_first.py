@@ -87,6 +87,7 @@ def etp_first_plan(layout: RankLayout, counts: RoutingCounts, tokens: int, ep_ma
         received=received,
         recv_padding=None,
         rows=torch.cat([local_rows, remote_rows]),
+        num_assignments=counts.assignments[e],
         partial_rows=torch.cat([local_partial, remote_partial]),
         num_partial_rows=sent_back + sum(owned),
         reduce_padding=None,

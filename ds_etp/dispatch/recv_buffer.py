@@ -27,7 +27,7 @@ class RecvBuffer:
             self._rows = tensors[0].new_empty(rows + received, *tensors[0].shape[1:])
             self._rows[:rows].copy_(tensors[0])
         else:
-            self._rows = tensors[0].new_empty(rows + received, packed_width(tensors), dtype=torch.uint8)
+            self._rows = tensors[0].new_empty(rows + received, packed_width(tensors), dtype=torch.int64)
             pack_columns(tensors, out=self._rows[:rows])
         self.local, self.recv = self._rows[:rows], self._rows[rows:]
 

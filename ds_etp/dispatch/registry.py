@@ -6,12 +6,12 @@ experts get rows with indices over its own experts. The module's forward is
     rows = dispatcher.dispatch(x, index, weights)
     y = dispatcher.combine(family_forward(rows.x, rows.index, rows.weights), rows)
 
-`DISPATCHERS` names them, as the config block and `wire` do.
+`DISPATCHERS` names them, as the config block and `cost` do.
 
 What dispatch keeps for backward is, per MoE layer, the rows this rank's experts work on, `[a, H]`, where the
 family's forward keeps them, and index tensors of a few numbers per row. `a` is at most the tokens of the
-block of ep * etp ranks times the local experts a token can have, min(K, E / ep); with uniform routing it is
-K / ep for each token of the block. Messages are freed as soon as their rows are picked out. Marked rows
+ep * etp expert ranks times the local experts a token can have, min(K, E / ep); with uniform routing it is
+K / ep for each of those tokens. Messages are freed as soon as their rows are picked out. Rows with sentinels
 (`static_shapes`) go through the family's forward K times, wherever their experts are: `a` is n * K.
 """
 

@@ -118,10 +118,12 @@ class RoutingCounts:
         owned: `[P]`, t by expert_mp_rank.
         rows: `[ep, etp, ep]`, by ep_rank and etp_rank of the owner: how many of its tokens have an expert on each
             ep_rank. On the host.
+        assignments: `[ep]`, how many (token, expert) pairs there are on each ep_rank.
     """
 
     owned: tuple[int, ...]
     rows: Tensor
+    assignments: tuple[int, ...]
 
 
 @dataclass
@@ -134,13 +136,14 @@ class CountsExchange:
 
     layout: RankLayout
     peers: ProcessGroupInfo
-    _weights: Tensor = field(init=False)  # [P, ep]: make sums over counts differ when counts do, as good as always
+    _weights: Tensor = field(init=False)  # [P, 2 ep]: make sums over counts differ when counts do, as good as always
     _visible: Tensor = field(init=False)  # [P, P]: whose counts each rank has a checksum of
     _own_weights: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         layout, size = self.layout, len(self.layout.ranks)
-        self._weights = (torch.arange(size * layout.ep) + 1).mul(7919).remainder(1000003).view(size, layout.ep)
+        numbers = torch.arange(size * 2 * layout.ep) + 1
+        self._weights = numbers.mul(7919).remainder(1000003).view(size, 2 * layout.ep)
         self._visible = torch.zeros(size, size, dtype=torch.int64)
         for rank in range(size):
             seen = layout.tp_local_to(rank) or range(rank, rank + 1)
@@ -148,11 +151,11 @@ class CountsExchange:
         held = layout.held_ranks
         self._own_weights = self._weights[held.start : held.stop]
 
-    def run(self, ep_mask: Tensor, tokens: int) -> RoutingCounts:
-        """Collective over the expert ranks.
+    def run(self, choices: Tensor, tokens: int) -> RoutingCounts:
+        """Collective over the expert ranks. The one host sync of a call.
 
         Args:
-            ep_mask: `[rows, ep]`, whether a row of `held_rows` has an expert on an ep_rank.
+            choices: `[rows, ep]`, how many experts on each ep_rank a row of `held_rows` has.
             tokens: T.
 
         Raises:
@@ -160,7 +163,7 @@ class CountsExchange:
         """
         layout, held = self.layout, self.layout.held_ranks
         sizes = [len(layout.owned(tokens, rank)) for rank in held]
-        counts = torch.stack([part.sum(0) for part in ep_mask.split(sizes)])
+        counts = torch.stack([part.sum(0) for part in torch.cat([choices > 0, choices], 1).split(sizes)])
         if self._own_weights.device != counts.device:
             self._own_weights = self._own_weights.to(counts.device)
         own = held.index(layout.expert_mp_rank)
@@ -171,15 +174,16 @@ class CountsExchange:
             gathered = row.new_empty(self.peers.size * len(row))
             all_gather_single(gathered, row, group=self.peers.group)
         table = gathered.view(self.peers.size, -1).cpu()
-        rows = table[:, 2:]
-        expected = self._visible @ (rows * self._weights).sum(1)
+        rows, pairs = table[:, 2:].split(layout.ep, 1)
+        expected = self._visible @ (table[:, 2:] * self._weights).sum(1)
         if not torch.equal(table[:, 0], expected):
             wrong = (table[:, 0] != expected).nonzero()[:, 0].tolist()
             raise RuntimeError(
                 f"ranks {[layout.ranks[rank] for rank in wrong]} have routed tokens otherwise than their "
                 "tensor-parallel peers, which hold the same ones. Seed them alike, or turn off the router's noise."
             )
-        return RoutingCounts(tuple(table[:, 1].tolist()), rows.reshape(layout.ep, layout.etp, layout.ep))
+        by_owner = rows.reshape(layout.ep, layout.etp, layout.ep)
+        return RoutingCounts(as_ints(table[:, 1]), by_owner, as_ints(pairs.sum(0)))
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ class RoutingPlan:
         recv_padding: rows that each expt_tp peer's received rows are padded to, which are all-gathered over expt_tp;
             None where they are not shared.
         rows: `[n]`, the buffer rows that experts here work on.
+        num_assignments: a, the (row, local expert) pairs among them.
         partial_rows: `[n]`, the partial row each one is summed into.
         num_partial_rows: of all sums made here.
         reduce_padding: rows of each expt_tp peer's section of the partial rows, which are reduce-scattered over expt_tp
@@ -224,6 +229,7 @@ class RoutingPlan:
     received: int
     recv_padding: int | None
     rows: Tensor
+    num_assignments: int
     partial_rows: Tensor
     num_partial_rows: int
     reduce_padding: int | None

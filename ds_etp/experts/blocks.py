@@ -1,4 +1,4 @@
-"""What the source of a block's forward says of its shared experts."""
+"""Source analysis of a decoder block's forward: whether its shared experts are called after the routed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the config block asks of each experts module, beside its sizes."""
+"""Builds the shard of each experts module as the config block asks: dispatcher, sentinels, recompute, overlap."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_etp.config.block import ExpertTensorParallelConfig
+from ds_etp.config.grouped_mm import GROUPED_MM_ALIGNMENT
 from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.experts.blocks import find_shared_experts
 from ds_etp.experts.layout import ExpertsLayout
@@ -17,12 +18,7 @@ from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.peft.expert_lora import plain_path
-from ds_etp.patches.transformers.experts_interface import (
-    GROUPED_MM_ALIGNMENT,
-    enable_sentinels,
-    is_aligned,
-    skips_sentinels,
-)
+from ds_etp.patches.transformers.experts_interface import enable_sentinels, is_aligned, skips_sentinels
 from ds_etp.patches.transformers.grouped_mm import sorted_forward
 
 
@@ -56,7 +52,7 @@ def make_shard(
 def enable_shared_expert_overlap(
     model: nn.Module, paths: Iterable[str], warn: Callable[[str], None]
 ) -> dict[str, SharedExpertOverlap]:
-    """Has the shared experts of blocks run while tokens travel, where a block's source says that it may be so.
+    """Installs shared-expert overlap where a decoder block's source says that it may be so.
 
     Args:
         model: not split yet.

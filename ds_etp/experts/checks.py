@@ -1,4 +1,4 @@
-"""What an engine checks of a model before anything is changed, and the dispatchers it takes.
+"""Checks of a model before anything is changed, and the choice of its dispatchers.
 
 `ds-etp check --model` does the same without an engine.
 """

@@ -1,4 +1,4 @@
-"""How the weights of experts are cut: slicing, un-slicing, and the shapes of shards.
+"""Layout of expert weights: how they are sharded over ep and etp, and put together again.
 
 Legend: E experts, H hidden size, I intermediate size. A shard is `I / etp` columns of `E / ep` experts.
 """
@@ -22,14 +22,14 @@ class UnsupportedExperts(ConfigError):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one kind of expert parameter `[E, ...]` is cut over etp, whatever its sizes.
+    """How one kind of expert parameter `[E, ...]` is sharded over etp, whatever its sizes.
 
     Attributes:
         dim: the dimension that holds I. None: no dimension does, as with the bias of a down projection. Every etp
             rank then holds all of it and one of them adds it.
-        parts: how many blocks of I lie one after the other in `dim`: 2 where gate and up are concatenated.
-        width: entries of `dim` for each column of I: 2 where gate and up are interleaved.
-        spare: whether more rows than E may follow, of experts that have no weights (longcat_flash).
+        fused_chunks: how many chunks of I lie one after the other in `dim`: 2 where gate and up are concatenated.
+        interleave: entries of `dim` for each column of I: 2 where gate and up are interleaved.
+        has_zero_compute_rows: whether more rows than E may follow, of experts that have no weights (longcat_flash).
     """
 
     dim: int | None
@@ -40,13 +40,13 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one expert parameter is cut over ep and etp.
+    """How one expert parameter is sharded over ep and etp.
 
     Attributes:
         shape: of the whole parameter.
-        dim: the dimension that is cut over etp; None: every etp rank holds all of it, and rank 0 adds it.
-        parts: equal blocks of `dim`, each of which is cut.
-        experts: blocks of dimension 0, each of which is dealt out over ep: E, and what follows.
+        dim: the dimension that is sharded over etp; None: every etp rank holds all of it, and rank 0 adds it.
+        fused_chunks: equal chunks of `dim`, each of which is sharded.
+        experts: chunks of dimension 0, each of which is dealt out over ep: E, and what follows.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class ParameterLayout:
     experts: tuple[int, ...] = ()
 
     def widths(self, topology: Topology) -> tuple[list[list[int]], list[list[int]] | None]:
-        """What each rank has of each block: `[block][ep rank]` rows, and `[block][etp rank]` entries of `dim`."""
+        """What each rank has of each chunk: `[chunk][ep rank]` rows, and `[chunk][etp rank]` entries of `dim`."""
         rows = [[count // topology.ep] * topology.ep for count in self.experts or self.shape[:1]]
         if self.dim is None:
             return rows, None
@@ -72,42 +72,42 @@ class ParameterLayout:
 
     def local_experts(self, full: Tensor, topology: Topology, ep_index: int) -> Tensor:
         """The experts of one ep index, whole."""
-        return take_blocks(full, 0, self.widths(topology)[0], ep_index)
+        return take_chunks(full, 0, self.widths(topology)[0], ep_index)
 
     def shard(self, full: Tensor, topology: Topology, ep_index: int, etp_index: int) -> Tensor:
-        """One rank's shard, a view of `full` where there is one block, a new tensor where there are more."""
+        """One rank's shard, a view of `full` where there is one chunk, a new tensor where there are more."""
         return self.take_columns(self.local_experts(full, topology, ep_index), topology, etp_index)
 
     def join_columns(self, peers: Sequence[Tensor], topology: Topology) -> Tensor:
         """Some experts, whole, from what each etp rank has of them."""
         columns = self.widths(topology)[1]
-        return peers[0] if columns is None else join_blocks(peers, self.dim or 0, columns)
+        return peers[0] if columns is None else join_chunks(peers, self.dim or 0, columns)
 
     def take_columns(self, whole: Tensor, topology: Topology, etp_index: int) -> Tensor:
         """What one etp rank has of some whole experts."""
         columns = self.widths(topology)[1]
-        return whole if columns is None or self.dim is None else take_blocks(whole, self.dim, columns, etp_index)
+        return whole if columns is None or self.dim is None else take_chunks(whole, self.dim, columns, etp_index)
 
     def unshard(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """The full parameter from `shards[ep_index][etp_index]`."""
         topology = Topology(len(shards) * len(shards[0]), ep=len(shards), etp=len(shards[0]))
         whole = [self.join_columns(peers, topology) for peers in shards]
-        return join_blocks(whole, 0, self.widths(topology)[0])
+        return join_chunks(whole, 0, self.widths(topology)[0])
 
 
-def take_blocks(full: Tensor, dim: int, widths: list[list[int]], index: int) -> Tensor:
-    """What rank `index` has of a tensor whose dimension `dim` is cut block by block."""
+def take_chunks(full: Tensor, dim: int, widths: list[list[int]], index: int) -> Tensor:
+    """What rank `index` has of a tensor whose dimension `dim` is cut chunk by chunk."""
     if len(widths[0]) == 1:
         return full
-    starts = [sum(map(sum, widths[:block])) + sum(shares[:index]) for block, shares in enumerate(widths)]
+    starts = [sum(map(sum, widths[:chunk])) + sum(shares[:index]) for chunk, shares in enumerate(widths)]
     pieces = [full.narrow(dim, start, shares[index]) for start, shares in zip(starts, widths, strict=True)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def join_blocks(shards: Sequence[Tensor], dim: int, widths: list[list[int]]) -> Tensor:
-    """The reverse of `take_blocks`."""
+def join_chunks(shards: Sequence[Tensor], dim: int, widths: list[list[int]]) -> Tensor:
+    """The reverse of `take_chunks`."""
     split = [shard.split([shares[index] for shares in widths], dim) for index, shard in enumerate(shards)]
-    return torch.cat([pieces[block] for block in range(len(widths)) for pieces in split], dim)
+    return torch.cat([pieces[chunk] for chunk in range(len(widths)) for pieces in split], dim)
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def apply_specs(
     module: nn.Module, specs: dict[str, ShardSpec], adapter: type[Any] | None = None
 ) -> ExpertsLayout | str:
-    """The layout of a module whose parameters are cut so; or, in a phrase, why that doesn't fit the module.
+    """The layout of a module whose parameters are sharded so; or, in a phrase, why that doesn't fit the module.
 
     Args:
         module: the unsharded module; its parameters may be partitioned by ZeRO-3.
-        cuts: by parameter name.
+        specs: by parameter name.
         adapter: see `ExpertsLayout`.
     """
     shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}

@@ -19,6 +19,7 @@ from ds_etp.experts.adapters import ExpertMajorRows, IdentityExperts
 from ds_etp.experts.layout import ExpertsLayout, ParameterLayout, ShardSpec, UnsupportedExperts, apply_specs
 from ds_etp.experts.sharded import ShardedExperts
 from ds_etp.parallel.topology import Topology
+from ds_etp.patches.transformers.experts_flags import apply_gate, is_decorated, is_split_by_transformers
 
 # What `use_experts_implementation` says where a transformers release doesn't have the flag yet: what all modules were.
 _FLAG_DEFAULTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
@@ -27,7 +28,7 @@ _KNOWN_FLAGS = (*_FLAG_DEFAULTS, "is_concatenated", "_is_expert_parallel")
 
 @dataclass(frozen=True)
 class _Row:
-    """What is known of one class: how its parameters are cut, or why they can't be."""
+    """What is known of one class: how its parameters are sharded, or why they can't be."""
 
     specs: dict[str, ShardSpec]
     adapter: type[Any] | None = None
@@ -67,7 +68,7 @@ def register_layout(
     adapter: type[ShardedExperts] | None = None,
     **old_names: Any,
 ) -> None:
-    """Tells ds_etp how the parameters of an experts class of yours are cut. Call it before `initialize`.
+    """Tells ds_etp how the parameters of an experts class of yours are sharded. Call it before `initialize`.
 
     The class's own forward then runs on shards: with `E / ep` experts, `I / etp` columns each, and expert indices that
     count from 0 on every rank. Its output may have no term that isn't a sum over the I columns, parameters with
@@ -75,7 +76,7 @@ def register_layout(
 
     Args:
         experts_class: the class, or its full name (`package.module.Class`).
-        specs: how each of its parameters `[E, ...]` is cut, by name; all of them.
+        specs: how each of its parameters `[E, ...]` is sharded, by name; all of them.
         adapter: for a class that isn't called as `experts(x [T, H], index [T, K], weights [T, K])`: a subclass of
             `ShardedExperts` whose `forward` takes what it is called with.
 
@@ -85,7 +86,9 @@ def register_layout(
     specs = aliases.argument(specs, "specs", old_names)
     name = experts_class if isinstance(experts_class, str) else _full_name(experts_class)
     if not any(spec.dim is not None for spec in specs.values()):
-        raise UnsupportedExperts(f"register_layout({name!r}): no parameter is cut. Give one a ShardSpec with a dim.")
+        raise UnsupportedExperts(
+            f"register_layout({name!r}): no parameter is sharded. Give one a ShardSpec with a dim."
+        )
     _ROWS[name] = _Row(dict(specs), adapter)
 
 
@@ -128,11 +131,6 @@ def _looks_like_experts(path: str, module: nn.Module) -> bool:
     return named_so and next(module.parameters(), None) is not None
 
 
-def is_decorated(module: nn.Module) -> bool:
-    """Whether a module takes part in transformers' choice of an experts implementation."""
-    return hasattr(type(module), "_apply_gate") and "has_bias" in vars(module)
-
-
 def read_layout(path: str, module: nn.Module) -> ExpertsLayout:
     """The layout of an experts module.
 
@@ -159,7 +157,7 @@ def read_layout(path: str, module: nn.Module) -> ExpertsLayout:
 def _advice(module: nn.Module) -> str:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return "ds_etp.fuse_experts makes one module of such experts, with a forward of yours for their block."
-    return "ds_etp.register_layout tells ds_etp how the weights of a class are cut."
+    return "ds_etp.register_layout tells ds_etp how the weights of a class are sharded."
 
 
 def _obstacles(module: nn.Module) -> Iterator[str]:
@@ -181,7 +179,7 @@ def _obstacles(module: nn.Module) -> Iterator[str]:
         return
     if getattr(module, "has_post_expert_norm", False):
         yield "a norm follows each expert's down projection, and the norm of a part is not the part of a norm"
-    if getattr(module, "_is_expert_parallel", False):
+    if is_split_by_transformers(module):
         yield "transformers has split its experts already"
     for name, value in vars(module).items():
         if isinstance(value, bool) and name.startswith(("has_", "is_")) and name not in _KNOWN_FLAGS:
@@ -208,7 +206,7 @@ def _read(module: nn.Module) -> ExpertsLayout | str:
 
 
 def _flagged_specs(flags: Mapping[str, bool], *, concatenated: bool) -> dict[str, ShardSpec]:
-    """How the parameters are cut that a module with these flags has."""
+    """How the parameters are sharded that a module with these flags has."""
     up = "gate_up_proj" if flags["has_gate"] else "up_proj"
     columns, rows = (2, 1) if flags["is_transposed"] else (1, 2)
     fused_chunks, interleave = (1, 1) if not flags["has_gate"] else (2, 1) if concatenated else (1, 2)
@@ -228,11 +226,11 @@ def _gate_fault(module: Any, intermediate_size: int, concatenated: bool) -> str:
     layout, halves = ParameterLayout((4, 2 * columns), dim=1, fused_chunks=2 if concatenated else 1), Topology(2, etp=2)
     try:
         with torch.no_grad():
-            whole = module._apply_gate(gate_up)
+            whole = apply_gate(module, gate_up)
             for half in range(2):
                 own = layout.shard(gate_up, halves, 0, half)
                 # Vectorized functions round the ends of rows in another way than their middle.
-                if not torch.allclose(module._apply_gate(own), whole.chunk(2, -1)[half], rtol=1e-4, atol=1e-5):
+                if not torch.allclose(apply_gate(module, own), whole.chunk(2, -1)[half], rtol=1e-4, atol=1e-5):
                     return "its gate function (_apply_gate) gives something else on a part of the columns"
     except Exception as error:
         return f"its gate function (_apply_gate) doesn't run on a part of the columns ({error})"

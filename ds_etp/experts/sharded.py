@@ -8,6 +8,7 @@ own forward computes on the shard, under whichever experts implementation the us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,7 +37,7 @@ class Shard:
         skips_sentinels: whether the family's forward now skips an index one above the last expert, as it may for some
             experts implementations only; None: it never does.
         recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
-        beside: the block's shared experts, where they run while tokens travel.
+        shared_overlap: the block's shared experts, where they overlap with the combine.
         sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them, if
             it has such a thing; None: it never has.
     """
@@ -91,17 +92,33 @@ class ShardedExperts:
         """Partial outputs for the rows this rank's experts work on, and the dispatcher's notes of them."""
         noted: list[DispatchOutput] = []
         shard = self.ds_etp_shard
+        local_weights, seen = self.forward_weights(), _weights_seen(self)
 
         def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            rows = shard.dispatcher.dispatch(x, index, weights, with_sentinels=uses_sentinels(self))
-            if not noted:
-                noted.append(rows.without_tensors())
-            forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
-            return (forward or self.local_experts_forward)(rows.x, rows.index, rows.weights)
+            if _weights_seen(self) != seen:
+                raise RuntimeError(
+                    f"{shard.path} has other weights in backward than it had in forward, so that recompute would run "
+                    "it on those. Something replaces them while forward runs: set expert_tensor_parallel.recompute to "
+                    "false"
+                )
+            with local_weights():
+                rows = shard.dispatcher.dispatch(x, index, weights, with_sentinels=uses_sentinels(self))
+                if not noted:
+                    noted.append(rows.without_tensors())
+                forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
+                return (forward or self.local_experts_forward)(rows.x, rows.index, rows.weights)
 
         if not (shard.recompute and torch.is_grad_enabled()):
             return run(x, index, weights), noted[0]
         return checkpoint(run, x, index, weights, use_reentrant=False), noted[0]
+
+    def forward_weights(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which the module's weights are those of the forward under way: by default, its parameters.
+
+        Asked once in each forward. With `recompute` the context is entered again in backward, when whatever was set
+        for the duration of the forward is gone.
+        """
+        return nullcontext
 
     def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
@@ -114,8 +131,17 @@ for _old, _new in aliases.ADAPTER_METHODS.items():
     setattr(ShardedExperts, _old, getattr(ShardedExperts, _new))
 
 
+def _weights_seen(module: Any) -> tuple[Any, ...]:
+    """What the family's forward would find as the module's weights, told apart by identity.
+
+    A parametrization changes the class, `functional_call` the parameters, and an entry of the instance hides one.
+    """
+    hiding = {name: id(value) for name, value in vars(module).items() if name in module._parameters}
+    return type(module), hiding, {name: id(value) for name, value in module._parameters.items()}
+
+
 def uses_sentinels(module: Any) -> bool:
-    """Whether a sharded module's forward would now skip experts that are marked as elsewhere."""
+    """Whether a sharded module's forward would now skip sentinels, the index of experts that are elsewhere."""
     skips_sentinels = module.ds_etp_shard.skips_sentinels
     return skips_sentinels is not None and skips_sentinels(module)
 
@@ -162,6 +188,10 @@ def shard_in_place(module: nn.Module, shard: Shard) -> None:
         if shard.is_whole(name, parameter):
             parameter.data = shard.slice(name, parameter.data)
     convert_module(module, shard)
+
+
+class LocalShards(list[nn.Parameter]):
+    """Parameters for `deepspeed.zero.GatheredParameters` whose shards of this rank are wanted, not the whole."""
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
-"""Shared experts that run while the tokens of routed experts travel.
+"""Shared-expert overlap: run a decoder block's shared experts while the routed outputs are in flight.
 
-A block of DeepSeek's kind calls `experts(...)`, then `shared_experts(hidden_states)`, and adds the two up. Here the
-routed experts call the shared ones themselves, once their last large message is under way; when the block calls them it
-is given that result. It is handed out for the very tensor it was made from and to nobody else.
+A block of DeepSeek's kind calls `experts(...)`, then `shared_experts(hidden_states)`, and adds the two up. The routed
+module runs them early, once its last large collective is in flight; when the block calls them with the same tensor it
+gets the cached output, otherwise they run again and a warning is logged once.
 
 Every call of a block goes the same way, as activation checkpointing wants: it matches what a forward keeps by its place
 in the order.
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 
 class SharedExpertOverlap:
-    """The shared experts of one block, beside its routed ones.
+    """The shared experts of one decoder block, and their cached output.
 
     Args:
         shared: the module.
-        on_unused: called when the block turns out to want something else of them than what was made early.
+        on_unused: called when the block turns out to want something else of them than the cached output.
     """
 
     def __init__(self, shared: nn.Module, on_unused: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class SharedExpertOverlap:
 
     @property
     def overlap_fn(self) -> Callable[[], None] | None:
-        """What to do while results travel; None where no block is running."""
+        """What to run while a collective is in flight; None where no block is running."""
         return None if self._block_input is None else self._run_early
 
     def _run_early(self) -> None:
@@ -55,7 +55,7 @@ class SharedExpertOverlap:
         self._early = given, self.shared(given)
 
     def cached_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Whether a call of the shared experts is answered already, and with what."""
+        """Whether a call of the shared experts has a cached output, and which."""
         early, self._early = self._early, None
         if early is None:
             return False, None
@@ -89,7 +89,7 @@ def _class_with(mixin: type, family: type) -> type:
 
 
 def install_overlap(block: nn.Module, shared_overlap: SharedExpertOverlap) -> None:
-    """Has a block and its shared experts tell `shared_overlap` of their calls."""
+    """Installs the overlap on a decoder block and its shared experts."""
     for module, mixin in ((block, _Block), (shared_overlap.shared, _Shared)):
         module.ds_etp_shared_overlap = shared_overlap  # type: ignore[assignment]
         module.__class__ = _class_with(mixin, type(module))  # type: ignore[arg-type]  # hash of Module

@@ -1,1 +1,1 @@
-"""Models whose experts are read from their files when it is known which part of them a rank needs."""
+"""Deferred loading: a rank reads from safetensors only its shard of the experts."""

@@ -1,4 +1,4 @@
-"""`ds_etp.from_pretrained`: a model of which each rank reads no more of the experts than it will hold."""
+"""`ds_etp.from_pretrained`: a model with deferred experts, of which each rank reads only its own shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ds_etp.engine import register
 from ds_etp.errors import CheckpointError, config_error
 from ds_etp.experts.checks import check_divisible
 from ds_etp.experts.registry import find_experts, read_layout
-from ds_etp.loading.unread import defer_loading
+from ds_etp.loading.deferred import defer_loading
 from ds_etp.parallel.consensus import raise_on_all_ranks
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.deepspeed.ulysses import check_sequences, ulysses_world_size

@@ -1,4 +1,4 @@
-"""How an engine gets the experts of a model that `from_pretrained` made: read, cast, moved, and at ZeRO-3 partitioned.
+"""Reads an engine's shards of deferred experts from their files: cast, moved, and at ZeRO-3 partitioned.
 
 One parameter at a time, so that neither the host nor a device holds more than its share and one shard.
 """
@@ -13,7 +13,7 @@ from deepspeed import zero
 from torch import nn
 
 from ds_etp.experts.sharded import Shard
-from ds_etp.loading.unread import read_shard
+from ds_etp.loading.deferred import read_shard
 from ds_etp.parallel.consensus import raise_if_any_failed
 
 
@@ -22,12 +22,12 @@ class ShardReader:
 
     Args:
         engine: a DeepSpeed engine in the making; its dense weights are split by AutoTP, if at all.
-        expert_dp: the ranks that hold the same shards; at ZeRO-3 they divide them.
+        expert_dp: the ranks that hold the same shards; at ZeRO-3 they partition them.
     """
 
     def __init__(self, engine: Any, expert_dp: dist.ProcessGroup) -> None:
         self._engine, self._expert_dp = engine, expert_dp
-        self._partition = int(engine.zero_optimization_stage()) == 3
+        self._zero3 = int(engine.zero_optimization_stage()) == 3
         self._device = torch.device("cpu") if engine.dont_change_device else engine.device
         self._half = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
         self._first: Any = None
@@ -37,11 +37,11 @@ class ShardReader:
     def read(self, module: nn.Module, shard: Shard) -> None:
         """Reads this rank's shard of a module. What goes wrong is kept for `finish`: peers are in collectives here."""
         self._used = True
-        then = self._divide if self._partition else lambda _: None
-        failure = read_shard(module, shard, self._device, self._half, then)
+        on_param = self._partition_param if self._zero3 else lambda _: None
+        failure = read_shard(module, shard, self._device, self._half, on_param)
         self._failure = self._failure or failure
 
-    def _divide(self, parameter: Any) -> None:
+    def _partition_param(self, parameter: Any) -> None:
         if hasattr(parameter, "ds_id"):
             return
         parameter.ds_zero_partition_process_group = self._expert_dp
@@ -70,7 +70,7 @@ class ShardReader:
         if not self._used:
             return
         raise_if_any_failed("reading experts", self._failure)
-        if not self._partition:
+        if not self._zero3:
             return
         # Where ZeRO-3 finds partitioned parameters it takes the model for one of zero.Init, of which all is of the
         # engine's type and on its device. The other parameters are moved when they are partitioned, one by one.

@@ -32,9 +32,9 @@ from ds_etp.parallel.process_groups import ProcessGroupInfo
 
 
 class AsyncWork:
-    """A message under way. It holds its tensors until it has landed.
+    """A collective in flight. It holds its tensors until it has completed.
 
-    One that never lands, because what ran meanwhile has failed, asks nothing of anyone: peers get what was sent.
+    Work that is never waited for, because `overlap_fn` has failed, asks nothing of anyone: peers get what was sent.
     torch's checkpoints end a recomputation in that way too.
     """
 
@@ -59,7 +59,7 @@ def completed(tensor: Tensor) -> AsyncWork:
 
 
 def start_all_reduce(tensor: Tensor, peers: ProcessGroupInfo, dtype: torch.dtype | None) -> AsyncWork:
-    """As `rows.all_reduce_rows`, of one tensor."""
+    """As `collectives.all_reduce_rows`, of one tensor."""
     message = tensor.contiguous().to(dtype or tensor.dtype, copy=True)
     work = dist.all_reduce(message, group=peers.group, async_op=True)
     return AsyncWork(work, message, message, lambda out: out.to(tensor.dtype))
@@ -68,7 +68,7 @@ def start_all_reduce(tensor: Tensor, peers: ProcessGroupInfo, dtype: torch.dtype
 def start_reduce_scatter(
     tensor: Tensor, sizes: Sequence[int], peers: ProcessGroupInfo, dtype: torch.dtype | None
 ) -> AsyncWork:
-    """As `rows.reduce_scatter_rows`, of one tensor."""
+    """As `collectives.reduce_scatter_rows`, of one tensor."""
     longest, own = max(sizes), sizes[peers.index]
     message = padded(tensor.to(dtype or tensor.dtype).contiguous(), sizes)
     out = message.new_empty(longest, *message.shape[1:])
@@ -77,7 +77,7 @@ def start_reduce_scatter(
 
 
 def start_all_gather(tensor: Tensor, sizes: Sequence[int], peers: ProcessGroupInfo) -> AsyncWork:
-    """As `rows.all_gather_rows`, of one tensor."""
+    """As `collectives.all_gather_rows`, of one tensor."""
     longest = max(sizes)
     message = pad_rows(tensor.contiguous(), longest)
     out = message.new_empty(longest * peers.size, *message.shape[1:])
@@ -88,7 +88,7 @@ def start_all_gather(tensor: Tensor, sizes: Sequence[int], peers: ProcessGroupIn
 def start_all_to_all(
     tensor: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], peers: ProcessGroupInfo
 ) -> AsyncWork:
-    """As `rows.all_to_all_rows`, of one tensor."""
+    """As `collectives.all_to_all_rows`, of one tensor."""
     message = tensor.contiguous()
     out = message.new_empty(sum(output_splits), *message.shape[1:])
     work = dist.all_to_all_single(
@@ -98,7 +98,10 @@ def start_all_to_all(
 
 
 class OverlappedOp(ABC):
-    """A linear map of rows in two halves, with a message between them; and its transpose, likewise."""
+    """A linear op split around one async collective.
+
+    `start` launches it, `finish` turns the received buffer into the result; the `_backward` pair is its transpose.
+    """
 
     work: AsyncWork | None = None
 
@@ -119,7 +122,7 @@ class OverlappedOp(ABC):
         return tensor
 
     def set_work(self, work: AsyncWork) -> None:
-        """Notes what is under way."""
+        """Notes the work in flight."""
         self.work = work
 
     def wait_for_work(self) -> Tensor:
@@ -134,7 +137,7 @@ class _Start(Function):
     def forward(ctx: Any, op: OverlappedOp, tensor: Tensor) -> Tensor:
         ctx.op = op
         op.set_work(op.start(tensor))
-        return tensor.new_empty(0)  # the rows are under way: a token that ties the two ends
+        return tensor.new_empty(0)  # the rows are in flight: an empty tensor that ties the two ends
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
@@ -154,7 +157,7 @@ class _Finish(Function):
 
 
 def run_overlapped(op: OverlappedOp, tensor: Tensor, overlap_fn: Callable[[], None]) -> Tensor:
-    """The result of a trip. `overlap_fn` runs while its message travels, backward while that of the transpose does."""
+    """The result of `op`, with `overlap_fn` run while its collective is in flight, and backward likewise."""
     token = _Start.apply(op, tensor)
     try:
         overlap_fn()
@@ -167,7 +170,7 @@ def run_overlapped(op: OverlappedOp, tensor: Tensor, overlap_fn: Callable[[], No
 
 
 class OverlappedReduceScatter(OverlappedOp):
-    """`collectives.reduce_scatter`: both messages travel."""
+    """`autograd.reduce_scatter`: both collectives overlap."""
 
     def __init__(self, peers: ProcessGroupInfo, sizes: Sequence[int], dtype: torch.dtype | None) -> None:
         self.peers, self.sizes, self.dtype = peers, sizes, dtype
@@ -200,7 +203,7 @@ class OverlappedReduceScatterAllGather(OverlappedOp):
 
 
 class OverlappedAllReduce(OverlappedOp):
-    """`collectives.all_reduce`, whose transpose sends nothing."""
+    """`autograd.reduce_from_group`, whose transpose sends nothing."""
 
     def __init__(self, peers: ProcessGroupInfo, dtype: torch.dtype | None) -> None:
         self.peers, self.dtype = peers, dtype

@@ -2,16 +2,18 @@
 
 Legend: T tokens a rank holds, t tokens it owns, H hidden size. All tensors are rows: `[rows, ...]`.
 
-    op                        forward                               backward
-    split   / unsplit         replicated -> own rows / the reverse  all-gather / slice
-    gather  / reduce_scatter  own rows -> union / partial sums of   reduce-scatter / all-gather
-                              the union -> own rows
-    copy    / reduce_from_group      identity / partial sums -> total      all-reduce / identity
-    share   / unshare         replicated -> own block's rows / the  reduce-scatter, all-gather / slice
-                              block's partial sums -> replicated
-    all_to_all                rows by send and receive counts       the reverse
+    op                              forward                                backward
+    scatter_to_tp                   replicated -> own rows                 all-gather
+    gather_from_tp                  own rows -> replicated                 slice
+    all_gather                      own rows -> union                      reduce-scatter
+    reduce_scatter                  partial sums of the union -> own rows  all-gather
+    copy_to_group                   identity                               all-reduce
+    reduce_from_group               partial sums -> total                  identity
+    slice_replicated                replicated -> the expert peers' rows   reduce-scatter, all-gather
+    reduce_scatter_all_gather       their partial sums -> replicated       slice
+    all_to_all                      rows by input and output splits        the reverse
 
-Those that end an experts module take `overlap_fn`, which runs while a message of theirs travels (`flights`).
+Those that end an experts module take `overlap_fn`, which runs while a collective of theirs is in flight (`async_ops`).
 None of them has a hidden factor: `<A x, y> = <x, A' y>` holds summed over the peers, which is what makes
 every gradient arrive whole.
 """
@@ -243,7 +245,7 @@ def slice_replicated(
 ) -> tuple[Tensor, ...]:
     """The rows `expert_peers` owns together, of tensors that all of `tp_peers` hold alike.
 
-    `all_gather` over the block after `scatter_to_tp` over the whole, without the message: the rows are here already.
+    `all_gather` over the expert peers after `scatter_to_tp`, without the message: the rows are here already.
     `expert_peers` is a run of neighbours in `tp_peers`, each of which works on a different share of the same rows.
     """
     return tuple(_SliceReplicated.apply(tp_peers, expert_peers, reduce_dtype, *tensors))
@@ -258,9 +260,9 @@ def reduce_scatter_all_gather(
     reduce_dtype: torch.dtype | None = None,
     overlap_fn: OverlapFn = None,
 ) -> Tensor:
-    """All `rows` rows, on every peer of `tp_peers` alike, from partial results for the rows each block owns.
+    """All `rows` rows, on every peer of `tp_peers` alike, from partial results of the expert peers.
 
-    `reduce_scatter` over the block and `gather_from_tp` over the whole; but backward every peer has the gradients it
+    `reduce_scatter` over the expert peers and `gather_from_tp`; but backward every peer has the gradients it
     needs, and sends nothing.
     """
     if overlap_fn is not None:

@@ -1,4 +1,4 @@
-"""Rows between peers, without gradients: what `collectives` is made of.
+"""Raw collectives over rows, without autograd: what `autograd` and `async_ops` are made of.
 
 Legend: T tokens a rank holds, t tokens it owns. All tensors are rows: `[rows, ...]`. Several tensors of the
 same rows travel in one message; peers may bring different numbers of rows.
@@ -22,7 +22,7 @@ from ds_etp.parallel.process_groups import ProcessGroupInfo
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_WIDEST = 8  # bytes of the widest dtype that travels
+_WORD = 8  # bytes of the widest dtype that is sent: rows of a message are made of words of it
 
 
 def balanced_splits(rows: int, parts: int) -> list[int]:
@@ -32,35 +32,36 @@ def balanced_splits(rows: int, parts: int) -> list[int]:
 
 
 def pack_columns(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Tensors of the same rows as one `[rows, bytes]` message, in `out` where given."""
-    columns, width = _columns(tensors)
-    message = tensors[0].new_empty(len(tensors[0]), width, dtype=torch.uint8) if out is None else out
+    """Tensors of the same rows as one `[rows, words]` message of int64, in `out` where given."""
+    columns, words = _columns(tensors)
+    message = tensors[0].new_empty(len(tensors[0]), words, dtype=torch.int64) if out is None else out
     for tensor, (start, stop) in zip(tensors, columns, strict=True):
-        message[:, start:stop].view(tensor.dtype).copy_(tensor.reshape(len(tensor), _width(tensor)))
+        part = message.view(torch.uint8)[:, start:stop].view(tensor.dtype)
+        part.copy_(tensor.reshape(len(tensor), _width(tensor)))
     return message
 
 
 def packed_width(tensors: Sequence[Tensor]) -> int:
-    """The bytes of a message row."""
+    """The words of a message row."""
     return _columns(tensors)[1]
 
 
 def unpack_views(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of a message as views of it, each with the dtype and trailing shape of its model in `like`."""
     return tuple(
-        message[:, start:stop].view(tensor.dtype).unflatten(1, tensor.shape[1:])
+        message.view(torch.uint8)[:, start:stop].view(tensor.dtype).unflatten(1, tensor.shape[1:])
         for tensor, (start, stop) in zip(like, _columns(like)[0], strict=True)
     )
 
 
 def _columns(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int]:
-    """The bytes of each tensor's part of a message row, and those of the row: aligned, so that parts can be viewed."""
+    """The bytes of each tensor's part of a message row, aligned so that it can be viewed, and the words of a row."""
     columns, end = [], 0
     for tensor in tensors:
         start = -(-end // tensor.element_size()) * tensor.element_size()
         end = start + _width(tensor) * tensor.element_size()
         columns.append((start, end))
-    return columns, -(-end // _WIDEST) * _WIDEST
+    return columns, -(-end // _WORD)
 
 
 def _width(tensor: Tensor) -> int:
@@ -170,6 +171,13 @@ def all_reduce_rows(
     return sums.over(peers)
 
 
+def all_reduce_in_place(tensor: Tensor, peers: ProcessGroupInfo) -> Tensor:
+    """The sum over peers, in the memory of the tensor, which nobody else may use."""
+    if peers.size > 1:
+        dist.all_reduce(tensor, group=peers.group)
+    return tensor
+
+
 class PackedAllReduce:
     """Tensors of the same rows, summed over peers in one message for each dtype, and filled where they are sent from.
 
@@ -188,13 +196,13 @@ class PackedAllReduce:
         self._dtypes = [own for _, own in models]
         self._messages: list[Tensor] = []
         parts: dict[int, Tensor] = {}
-        for wire_dtype, indices in _by_dtype(self._dtypes, dtype).items():
+        for sent_dtype, indices in _by_dtype(self._dtypes, dtype).items():
             shapes = [models[index][0] for index in indices]
             if len(indices) == 1:  # the message itself: what a function of autograd returns should be no view
-                message = parts[indices[0]] = torch.empty(shapes[0], dtype=wire_dtype, device=device)
+                message = parts[indices[0]] = torch.empty(shapes[0], dtype=sent_dtype, device=device)
             else:  # one after the other, and not side by side: parts are contiguous
                 width = sum(prod(shape[1:]) for shape in shapes)
-                message = torch.empty(shapes[0][0], width, dtype=wire_dtype, device=device)
+                message = torch.empty(shapes[0][0], width, dtype=sent_dtype, device=device)
                 runs = message.view(-1).split([shape.numel() for shape in shapes])
                 views = [run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
                 parts |= dict(zip(indices, views, strict=True))
@@ -222,10 +230,10 @@ def _reduced(
 ) -> tuple[Tensor, ...]:
     """Runs `reduce` once per dtype, on tensors joined along their columns, in `dtype` where one is given."""
     results: list[Tensor | None] = [None] * len(tensors)
-    for wire_dtype, indices in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
+    for sent_dtype, indices in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
         columns = [tensors[index].flatten(1) for index in indices]
         joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-        summed = reduce(joined.to(wire_dtype).contiguous())
+        summed = reduce(joined.to(sent_dtype).contiguous())
         widths = [tensors[index].flatten(1).shape[1] for index in indices]
         for index, column in zip(indices, summed.split(widths, dim=1), strict=True):
             model = tensors[index]

@@ -1,4 +1,4 @@
-"""Failing together: what goes wrong on one rank is raised on all, so that no peer waits for it."""
+"""Consensus over all ranks: a failure of one is raised on all, so that no peer waits for it."""
 
 from __future__ import annotations
 

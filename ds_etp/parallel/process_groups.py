@@ -1,4 +1,4 @@
-"""Topology to process groups, each with one owner.
+"""Process groups of the expert path, made of a topology, each with one owner.
 
 An engine owns its `expt_tp` and `ep` groups. DeepSpeed keeps the other two, `expert_model_parallel` and
 `expert_dp`, in a table of its own, keyed by a name that holds only their size (`ep_size_4`). Engines whose
@@ -88,6 +88,7 @@ class ExpertGroups:
         topology: the sizes the groups were made from.
         name: the name of the entry in DeepSpeed's table.
         expt_tp, ep, expert_model_parallel, expert_dp, tp, pp: peers along each axis.
+        zero_group: the process group of `expert_dp`, over which ZeRO partitions; also where this process is alone.
 
     Args:
         topology: the sizes.
@@ -102,6 +103,7 @@ class ExpertGroups:
         entry = self._register_with_deepspeed()
         self.expert_model_parallel = self._peers("expert_model_parallel", rank, entry.model_parallel)
         self.expert_dp = self._peers("expert_dp", rank, entry.data_parallel)
+        self.zero_group = entry.data_parallel
         self.expt_tp = self._private_peers("expt_tp", rank)
         self.ep = self._private_peers("ep", rank)
         attention = host.get_tensor_model_parallel_group() if topology.tp > 1 else None

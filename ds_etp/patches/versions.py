@@ -1,12 +1,18 @@
-"""The host releases this package was run on. `setup.py` reads the same numbers."""
+"""The host releases this package was run on. `setup.py` reads the same numbers.
+
+A release outside them gets a warning, where its functions are the ones that `patches.signatures` knows; there it would
+be refused. Refused here is what is known to be wrong.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import version
 
 from packaging.version import Version
 
 from ds_etp.errors import config_error
+from ds_etp.log import logger
 
 DEEPSPEED_MIN = "0.19.5"
 DEEPSPEED_MAX = "0.19.8"
@@ -15,30 +21,45 @@ TRANSFORMERS_MAX = "5.24"
 # Only for models that PEFT has wrapped.
 PEFT_MIN = "0.21"
 PEFT_MAX = "0.21"
+# Only for its trainers under tensor parallelism, and its weight sync with vLLM.
+TRL_MIN = "1.16"
+TRL_MAX = "1.16"
+# `Accelerator.get_state_dict` only; `setup.py` asks for no release.
+ACCELERATE_MIN = "1.15"
+ACCELERATE_MAX = "1.15"
 
-_TESTED = {
+RANGES = {
     "deepspeed": (DEEPSPEED_MIN, DEEPSPEED_MAX),
     "transformers": (TRANSFORMERS_MIN, TRANSFORMERS_MAX),
+    "peft": (PEFT_MIN, PEFT_MAX),
+    "accelerate": (ACCELERATE_MIN, ACCELERATE_MAX),
+    "trl": (TRL_MIN, TRL_MAX),
 }
+# ZeRO-3 has no process group of its own for a parameter before this release: experts come out wrong, in silence.
+DEEPSPEED_ZERO3 = "0.19.5"
 # ZeRO-3 with tensor parallelism takes a wrong gradient norm before this release, with or without us.
 DEEPSPEED_ZERO3_WITH_TP = "0.19.8"
-# The corrections of `patches.sequence` were tried on this release alone.
+# The corrections of `patches.deepspeed.ulysses` are for this release on: earlier ones scale otherwise.
 DEEPSPEED_SEQUENCES = "0.19.8"
-# So were those of `patches.stages`.
+# So are those of `patches.deepspeed.pipeline_*`.
 DEEPSPEED_PIPELINES = "0.19.8"
-
-# So were those of `patches.deepspeed.muon`.
+# So is that of `patches.deepspeed.muon`.
 DEEPSPEED_MUON = "0.19.8"
 
 
 def check_host_versions(zero_stage: int, tp: int) -> None:
-    """Refuses a DeepSpeed or transformers outside the tested range.
+    """Refuses releases that are known to be wrong; warns, once, of those outside the tested range.
 
     Raises:
-        ConfigError: names the release found and the range.
+        ConfigError: names the release found and what works.
     """
-    for package, (lowest, highest) in _TESTED.items():
-        _check(package, lowest, highest)
+    if zero_stage == 3 and not _at_least("deepspeed", DEEPSPEED_ZERO3):
+        raise config_error(
+            "zero_optimization.stage",
+            zero_stage,
+            f"partitions split experts over the wrong ranks in DeepSpeed {version('deepspeed')}",
+            works=f"0, 1, 2, or DeepSpeed {DEEPSPEED_ZERO3} to {DEEPSPEED_MAX}",
+        )
     if zero_stage == 3 and tp > 1 and not _at_least("deepspeed", DEEPSPEED_ZERO3_WITH_TP):
         raise config_error(
             "zero_optimization.stage",
@@ -46,6 +67,8 @@ def check_host_versions(zero_stage: int, tp: int) -> None:
             f"with tensor_parallel.autotp_size={tp} takes a wrong gradient norm in DeepSpeed {version('deepspeed')}",
             works=f"0, 1, 2, or DeepSpeed {DEEPSPEED_ZERO3_WITH_TP}",
         )
+    for package in ("deepspeed", "transformers"):
+        warn_if_untested(package)
 
 
 def check_sequence_version(cp: int) -> None:
@@ -93,24 +116,29 @@ def check_muon_version() -> None:
         )
 
 
-def check_peft_version() -> None:
-    """Refuses a PEFT outside the tested range, for a model that has adapters of it.
-
-    Raises:
-        ConfigError: names the release found and the range.
-    """
-    _check("peft", PEFT_MIN, PEFT_MAX)
-
-
-def _check(package: str, lowest: str, highest: str) -> None:
+def warn_if_untested(package: str) -> None:
+    """Warns of a release outside the tested range: once in a process, on rank 0."""
+    lowest, highest = RANGES[package]
     if not _at_least(package, lowest) or _above(package, highest):
-        raise config_error(
-            package,
-            version(package),
-            "is outside the range that ds_etp was tested on",
-            works=f"{lowest} to {highest}",
-            next_step=f'Run: pip install "{package}>={lowest},<={highest}"',
+        _warn(package, version(package), f"{lowest} to {highest}", as_requirement(package))
+
+
+@cache
+def _warn(package: str, release: str, tested: str, requirement: str) -> None:
+    import torch.distributed as dist  # setup.py and the planner's part of the command line do without torch
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger().warning(
+            "%s %s is outside the range that ds_etp was tested on, %s. The functions that ds_etp patches there are the "
+            'ones it knows, so it goes on. To be on tested ground: pip install "%s"',
+            *(package, release, tested, requirement),
         )
+
+
+def as_requirement(package: str) -> str:
+    """The tested range, as pip takes it."""
+    lowest, highest = RANGES[package]
+    return f"{package}>={lowest},<={highest}"
 
 
 def _at_least(package: str, bound: str) -> bool:

@@ -1,4 +1,4 @@
-"""Batches and the loss, in the form that DeepSpeed's pipeline engine has for them."""
+"""Batches and the loss function in the form that DeepSpeed's pipeline engine takes: `(inputs, labels)`."""
 
 from __future__ import annotations
 

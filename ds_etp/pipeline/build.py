@@ -11,16 +11,25 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_etp.errors import ConfigError, config_error
-from ds_etp.loading.unread import deferred_modules
+from ds_etp.loading.deferred import deferred_modules
 from ds_etp.patches.transformers.router_outputs import router_modules
 from ds_etp.pipeline.batches import CausalLoss, check_names
-from ds_etp.pipeline.check import check_pieces
-from ds_etp.pipeline.pieces import EmbedStep, HeadStep, LayerPiece, LayerStep, NormStep, Piece, PieceSpec, TiedSpec
+from ds_etp.pipeline.check import check_pipe_layers
+from ds_etp.pipeline.layerless import LayerlessModel
+from ds_etp.pipeline.layers import (
+    DecoderPipeLayer,
+    DecoderStep,
+    EmbedStep,
+    HeadStep,
+    NormStep,
+    PipeLayer,
+    PipeLayerSpec,
+    TiedPipeLayerSpec,
+)
 from ds_etp.pipeline.router_loss import RouterLoss
-from ds_etp.pipeline.skeleton import Skeleton
 from ds_etp.pipeline.structure import Structure, find_structure, refusal
 
-Spec = PieceSpec | TiedSpec
+Spec = PipeLayerSpec | TiedPipeLayerSpec
 
 
 def from_causal_lm(
@@ -38,11 +47,11 @@ def from_causal_lm(
 
     Its embedding, decoder layers, norm and head are found by their structure. How a layer is called (masks, sliding
     windows, positions, rotary embeddings) each stage learns from the family's own forward, run without layers. Before
-    anything is changed, the pieces are compared with the model's own forward on a small batch, to the bit.
+    anything is changed, the pipeline's layers are compared with the model's own forward on a small batch, to the bit.
 
-    The pieces are the model's own modules. Each rank keeps those of its stage and lets go of all others, so `model`
-    is taken apart: don't use it afterwards. Every rank calls this with the same weights, on the CPU where the whole
-    model doesn't fit a GPU. `deepspeed.init_distributed()` comes first.
+    The layers hold the model's own modules. Each rank keeps those of its pipeline stage and lets go of all others, so
+    `model` is taken apart: don't use it afterwards. Every rank calls this with the same weights, on the CPU where the
+    whole model doesn't fit a GPU. `deepspeed.init_distributed()` comes first.
 
     The loss is the family's own: the mean over the labels of a micro batch that aren't -100. `engine.train_batch`
     averages over micro batches and data-parallel ranks, so labels count more in micro batches that have few. Where the
@@ -56,7 +65,7 @@ def from_causal_lm(
             `attention_mask`, no token is padding.
         topology, partition_method, activation_checkpoint_interval: see `PipelineModule`. Parameters are counted
             before experts are split. Decoder layers alone are checkpointed.
-        dynamic_shape: whether batches may differ in shape. `False` saves one message a micro batch and stage.
+        dynamic_shape: whether batches may differ in shape. `False` saves one message a micro batch and pipeline stage.
         options: for `PipelineModule`.
 
     Returns:
@@ -74,14 +83,14 @@ def from_causal_lm(
     config = copy.deepcopy(model.config)
     config.architectures = config.architectures or [type(model).__name__]
     loss = CausalLoss(model)
-    routers = check_pieces(structure, tuple(inputs), loss)
+    routers = check_pipe_layers(structure, tuple(inputs), loss)
 
-    skeleton = Skeleton(structure)
-    specs = make_specs(structure, skeleton, tuple(inputs[1:]), routers)
-    skeleton.take_apart()
+    layerless = LayerlessModel(structure)
+    specs = make_specs(structure, layerless, tuple(inputs[1:]), routers)
+    layerless.take_apart()
     structure.layers.clear()
-    # Reentrant checkpointing of a piece whose inputs are token ids alone would lose its gradients.
-    options.setdefault("checkpointable_layers", [LayerPiece.__name__])
+    # Reentrant checkpointing of a layer whose inputs are token ids alone would lose its gradients.
+    options.setdefault("checkpointable_layers", [DecoderPipeLayer.__name__])
     module = PipelineModule(
         specs,
         num_stages=num_stages,
@@ -94,51 +103,51 @@ def from_causal_lm(
     )
     module.hf_names = dict(pair for index, spec in enumerate(specs) for pair in spec.names(index))
     module.hf_config, module.hf_generation_config = config, getattr(model, "generation_config", None)
-    _keep_own(module, specs, skeleton, structure)
+    _keep_own(module, specs, layerless, structure)
     return module
 
 
 def make_specs(
-    structure: Structure, skeleton: Skeleton, names: tuple[str, ...], routers: RouterLoss | None
+    structure: Structure, layerless: LayerlessModel, names: tuple[str, ...], routers: RouterLoss | None
 ) -> list[Spec]:
     """The pipeline's layers: embedding, decoder layers, norm, head."""
     tied = structure.tied
-    embed, head = EmbedStep(skeleton, names, routers), HeadStep(skeleton, names, routers)
+    embed, head = EmbedStep(layerless, names, routers), HeadStep(layerless, names, routers)
     if tied:
         _check_tied(structure)
         ((path, embedding),) = structure.before.items()
-        specs: list[Spec] = [TiedSpec(embed, path, embedding)]
+        specs: list[Spec] = [TiedPipeLayerSpec(embed, path, embedding)]
     else:
-        specs = [PieceSpec(Piece, embed, structure.before, _first_type(structure.before))]
+        specs = [PipeLayerSpec(PipeLayer, embed, structure.before, _first_type(structure.before))]
     for index, layer in enumerate(structure.layers):
-        step = LayerStep(skeleton, names, routers, index)
+        step = DecoderStep(layerless, names, routers, index)
         if routers is not None:
             step.watch(router_modules(structure.base, layer, f"{structure.layers_name}.{index}"))
-        specs.append(PieceSpec(LayerPiece, step, {f"{structure.layers_path}.{index}": layer}, type(layer)))
-    norm = NormStep(skeleton, names, routers)
-    specs.append(PieceSpec(Piece, norm, structure.norm, _first_type(structure.norm)))
+        specs.append(PipeLayerSpec(DecoderPipeLayer, step, {f"{structure.layers_path}.{index}": layer}, type(layer)))
+    norm = NormStep(layerless, names, routers)
+    specs.append(PipeLayerSpec(PipeLayer, norm, structure.norm, _first_type(structure.norm)))
     if tied:
-        specs.append(TiedSpec(head, path, embedding))
+        specs.append(TiedPipeLayerSpec(head, path, embedding))
     else:
-        specs.append(PieceSpec(Piece, head, structure.head, _first_type(structure.head)))
+        specs.append(PipeLayerSpec(PipeLayer, head, structure.head, _first_type(structure.head)))
     return specs
 
 
 def _first_type(modules: dict[str, nn.Module]) -> type[nn.Module]:
-    return next((type(module) for module in modules.values()), Piece)
+    return next((type(module) for module in modules.values()), PipeLayer)
 
 
-def _keep_own(module: PipelineModule, specs: list[Spec], skeleton: Skeleton, structure: Structure) -> None:
-    """Tells the stage's first and last piece that they are, and lets go of what other stages have."""
+def _keep_own(module: PipelineModule, specs: list[Spec], layerless: LayerlessModel, structure: Structure) -> None:
+    """Tells the pipeline stage's first and last layer that they are, and lets go of what other stages have."""
     start, stop = module.partitions()[module.stage_id : module.stage_id + 2]
     specs[start].step.first, specs[stop - 1].step.last = start > 0, stop < len(specs)
     kept = {path for spec in specs[start:stop] for path in spec.modules}
-    if structure.tied and any(isinstance(spec, TiedSpec) for spec in specs[start:stop]):
+    if structure.tied and any(isinstance(spec, TiedPipeLayerSpec) for spec in specs[start:stop]):
         kept |= set(structure.head) | set(structure.before)
     for group in (structure.before, structure.norm, structure.head):
         for path in group:
             if path not in kept:
-                skeleton.drop(path)
+                layerless.drop(path)
         group.clear()
     for spec in [*specs[:start], *specs[stop:]]:
         spec.release()

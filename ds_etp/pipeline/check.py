@@ -1,9 +1,9 @@
-"""Proof, before anything is taken apart, that the pieces of a model give what its own forward gives.
+"""Compares the pipeline layers of a model with its own forward, to the bit, before the model is taken apart.
 
-The family's own forward is run on a small batch with stand-ins for the layers, so it costs an embedding and a head
-whatever the model's size. Then the same is asked of the skeleton, piece by piece, from other hidden states. All that
-each layer would get, the logits and the loss have to be equal to the bit. The layers themselves are not run, so what
-one leaves to another behind the forward's back, in a module or a global, is not seen.
+The family's own forward is run on a small batch with stubs for the layers, so it costs an embedding and a head
+whatever the model's size. Then the same is asked of the layerless model, one pipeline layer at a time, from other
+hidden states. All that each layer would get, the logits and the loss have to be equal to the bit. The layers
+themselves are not run, so what one leaves to another behind the forward's back, in a module or a global, is not seen.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ds_etp.errors import ConfigError
 from ds_etp.pipeline.batches import CausalLoss
+from ds_etp.pipeline.layerless import LayerlessModel
 from ds_etp.pipeline.router_loss import RouterLoss
-from ds_etp.pipeline.skeleton import Skeleton
-from ds_etp.pipeline.structure import Call, Structure, modules_with_weights, refusal, strange_leaf
+from ds_etp.pipeline.structure import LayerCall, Structure, modules_with_weights, refusal, unsupported_argument
 
 ROWS, LENGTH = 2, 8
 
@@ -31,12 +31,12 @@ class Reference:
     """What the family's own forward did: the hidden states each layer got, how it was called, what came out."""
 
     hidden: list[Tensor] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     logits: Any = None
     loss: Any = None
 
 
-def stand_in_output(index: int, hidden: Tensor) -> Tensor:
+def stub_output(index: int, hidden: Tensor) -> Tensor:
     """Hidden states that tell the layers apart."""
     return hidden * 0.75 + 0.01 * (index + 1)
 
@@ -56,8 +56,8 @@ def small_batch(model: Any, names: tuple[str, ...], device: torch.device) -> dic
     return {name: columns[name] for name in (*names, "labels")}
 
 
-def check_pieces(structure: Structure, names: tuple[str, ...], loss: CausalLoss) -> RouterLoss | None:
-    """Fills in the structure, and compares pieces with the whole. The model is as it was afterwards.
+def check_pipe_layers(structure: Structure, names: tuple[str, ...], loss: CausalLoss) -> RouterLoss | None:
+    """Fills in the structure, and compares the pipeline layers with the whole model. The model is as it was afterwards.
 
     Returns:
         The routers' auxiliary loss that the model's forward adds, if it does.
@@ -74,9 +74,9 @@ def check_pieces(structure: Structure, names: tuple[str, ...], loss: CausalLoss)
         if routed:
             lm.config.output_router_logits = False
         reference = _run_whole(structure, batch, labels)
-        with taken_apart(structure) as skeleton:
-            last = _compare(structure, skeleton, reference, batch, labels, loss)
-            return _router_loss(lm, skeleton, last, batch.get("attention_mask"), labels, loss) if routed else None
+        with taken_apart(structure) as layerless:
+            last = _compare(structure, layerless, reference, batch, labels, loss)
+            return _router_loss(lm, layerless, last, batch.get("attention_mask"), labels, loss) if routed else None
     finally:
         lm.train(training)
         if routed:
@@ -89,28 +89,28 @@ def asks_for_router_loss(model: Any) -> bool:
 
 
 @contextmanager
-def taken_apart(structure: Structure) -> Iterator[Skeleton]:
-    """A skeleton of the model, for a while."""
+def taken_apart(structure: Structure) -> Iterator[LayerlessModel]:
+    """The layerless model, for a while."""
     layers = getattr(structure.base, structure.layers_name)
-    skeleton = Skeleton(structure)
-    skeleton.take_apart()
+    layerless = LayerlessModel(structure)
+    layerless.take_apart()
     try:
-        yield skeleton
+        yield layerless
     finally:
         setattr(structure.lm, structure.base_name, structure.base)
         setattr(structure.base, structure.layers_name, layers)
 
 
 def _run_whole(structure: Structure, batch: dict[str, Tensor], labels: Tensor) -> Reference:
-    """The family's forward, with stand-ins that give tensors, or failing that, tuples."""
+    """The family's forward, with stubs that give tensors, or failing that, tuples."""
     for tuples in (False, True):
         structure.trace.tuples = tuples
         try:
-            with structure.stand_ins():
+            with structure.stubbed_layers():
                 return _Recorder(structure).run(batch, labels)
         except ConfigError:
             raise
-        except Exception as error:  # whatever a family's own code makes of stand-ins
+        except Exception as error:  # whatever a family's own code makes of stubs
             fault = error
     raise refusal(
         structure.lm, f"cannot be run without its layers: {type(fault).__name__}: {str(fault).splitlines()[0]}"
@@ -127,7 +127,7 @@ class _Recorder:
         self.phases: dict[str, set[str]] = {}
         self.given: Tensor | None = None
 
-    def on_layer(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+    def on_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Records a layer's call. The hidden states have to be what the layer before gave."""
         structure, reference = self.structure, self.reference
         if index != len(reference.calls) or not (index == 0 or hidden is self.given):
@@ -137,7 +137,7 @@ class _Recorder:
         reference.hidden.append(hidden.detach())
         reference.calls.append(call)
         self.phase = "norm" if index == len(structure.layers) - 1 else "layers"
-        self.given = stand_in_output(index, hidden)
+        self.given = stub_output(index, hidden)
         return self.given
 
     def run(self, batch: dict[str, Tensor], labels: Tensor) -> Reference:
@@ -177,47 +177,47 @@ class _Recorder:
         self.phase = "head"
 
     def _sort(self, modules: dict[str, nn.Module]) -> None:
-        """Which piece each module with weights belongs to."""
+        """Which pipeline layer each module with weights belongs to."""
         structure = self.structure
         structure.before, structure.norm, structure.head = {}, {}, {}
         for path, module in modules.items():
             phases = self.phases.get(path, set())
             if len(phases) != 1 or phases == {"layers"}:
                 when = " and ".join(sorted(phases)) or "never"
-                raise RuntimeError(f"weights of {path} are used outside of one piece ({when})")
+                raise RuntimeError(f"weights of {path} are used outside of one pipeline layer ({when})")
             getattr(structure, next(iter(phases)))[path] = module
 
 
 def _compare(
     structure: Structure,
-    skeleton: Skeleton,
+    layerless: LayerlessModel,
     reference: Reference,
     batch: dict[str, Tensor],
     labels: Tensor,
     loss: CausalLoss,
 ) -> Tensor:
-    """Compares the pieces with the whole. Gives a last hidden state of the base model."""
+    """Compares the pipeline layers with the whole model. Gives a last hidden state of the base model."""
     lm = structure.lm
     extras = {name: value for name, value in batch.items() if name != "input_ids"}
     for index, call in enumerate(reference.calls):
-        strange = strange_leaf(call)
-        if strange:
-            raise refusal(lm, f"cannot be cut between layers: {strange} (layer {index})")
+        unsupported = unsupported_argument(call)
+        if unsupported:
+            raise refusal(lm, f"cannot be cut between layers: {unsupported} (layer {index})")
     try:
         # Another batch in between, so that what the model's modules remember of this one is gone, as on another stage.
         other = {name: value.flip(0, 1) for name, value in batch.items()}
-        skeleton.embed(other, training=False)
-        skeleton.calls(reference.hidden[0], {name: other[name] for name in extras}, training=False)
+        layerless.embed(other, training=False)
+        layerless.calls(reference.hidden[0], {name: other[name] for name in extras}, training=False)
         # Other hidden states than the family's forward had: what a layer gets besides must not depend on them.
-        last = stand_in_output(len(structure.layers) - 1, reference.hidden[-1])
-        calls = skeleton.calls(last, extras, training=False)
-        finished = skeleton.finish(last, training=False)
-        logits = skeleton.logits(finished, training=False)
+        last = stub_output(len(structure.layers) - 1, reference.hidden[-1])
+        calls = layerless.calls(last, extras, training=False)
+        finished = layerless.finish(last, training=False)
+        logits = layerless.logits(finished, training=False)
         value = loss(logits, labels)
-        first = skeleton.embed(batch, training=False)
+        first = layerless.embed(batch, training=False)
     except Exception as error:
         line = str(error).splitlines()[0] if str(error) else ""
-        raise refusal(lm, f"cannot be run in pieces: {type(error).__name__}: {line}") from error
+        raise refusal(lm, f"cannot be run layer by layer: {type(error).__name__}: {line}") from error
     if not torch.equal(first, reference.hidden[0]):
         raise refusal(lm, "embeds tokens in a way that was not understood")
     for index, (call, wanted) in enumerate(zip(calls, reference.calls, strict=True)):
@@ -232,7 +232,7 @@ def _compare(
 
 
 def _router_loss(
-    lm: Any, skeleton: Skeleton, last: Tensor, mask: Tensor | None, labels: Tensor, loss: CausalLoss
+    lm: Any, layerless: LayerlessModel, last: Tensor, mask: Tensor | None, labels: Tensor, loss: CausalLoss
 ) -> RouterLoss | None:
     """The routers' loss, compared with the family's own on made-up router logits."""
     experts, top_k, weight = (
@@ -241,10 +241,10 @@ def _router_loss(
     )
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(labels.numel(), experts or 1, generator=generator).to(last) for _ in range(3))
-    plain = skeleton.head(last, False, labels=labels)
+    plain = layerless.head(last, False, labels=labels)
     lm.config.output_router_logits = True
     try:
-        theirs = skeleton.head(last, False, logits, attention_mask=mask, labels=labels)
+        theirs = layerless.head(last, False, logits, attention_mask=mask, labels=labels)
     finally:
         lm.config.output_router_logits = False
     if getattr(theirs, "aux_loss", None) is None:
@@ -253,10 +253,10 @@ def _router_loss(
     if not experts or not top_k or weight is None:
         raise refusal(lm, f"adds a loss of its routers whose sizes were not found: {advice}")
     routers = RouterLoss(int(experts), int(top_k), float(weight))
-    tally = routers.start(labels.device)
+    sums = routers.start(labels.device)
     for layer_logits in logits:
-        tally = routers.add(tally, layer_logits, mask)
-    aux = routers.value(tally)
+        sums = routers.add(sums, layer_logits, mask)
+    aux = routers.value(sums)
     loss.router_weight = routers.weight
     ours = loss((plain.logits, aux), labels)
     # Older releases sum in another order.
@@ -265,7 +265,7 @@ def _router_loss(
     return routers
 
 
-def _difference(call: Call, wanted: Call) -> str | None:
+def _difference(call: LayerCall, wanted: LayerCall) -> str | None:
     ours, theirs = list(call.leaves()), list(wanted.leaves())
     if call.by_name != wanted.by_name or [name for name, _ in ours] != [name for name, _ in theirs]:
         return "other arguments"

@@ -1,9 +1,9 @@
-"""The routers' auxiliary loss over layers of several stages.
+"""The routers' load balancing loss over layers of several pipeline stages.
 
 `load_balancing_loss_func` of transformers adds up, over all layers and tokens, how often each expert was picked and how
 likely it was, and multiplies the two sums in the end. So the sums travel with the hidden states, layer by layer.
-DeepSpeed runs a backward pass for each floating-point tensor that a stage sends. The likelihoods, the one sum that has
-a gradient, therefore travel inside the hidden states, in rows of their own behind the sequence.
+DeepSpeed runs a backward pass for each floating-point tensor that a pipeline stage sends. The sums of probabilities,
+the ones that have a gradient, therefore travel inside the hidden states, in rows of their own behind the sequence.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PARTS = 3
 
 
 @dataclass(frozen=True)
-class Tally:
+class RouterSums:
     """Sums over the layers so far: of each expert's probability, fp32 `[E]`, and of its choices, int64 `[E]`."""
 
-    likely: Tensor
-    picked: Tensor
+    prob_sums: Tensor
+    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,31 @@ class RouterLoss:
     top_k: int
     weight: float
 
-    def start(self, device: torch.device) -> Tally:
+    def start(self, device: torch.device) -> RouterSums:
         """The sums before the first layer."""
-        return Tally(
+        return RouterSums(
             torch.zeros(self.experts, device=device), torch.zeros(self.experts, dtype=torch.long, device=device)
         )
 
-    def add(self, tally: Tally, logits: Tensor, mask: Tensor | None) -> Tally:
+    def add(self, sums: RouterSums, logits: Tensor, mask: Tensor | None) -> RouterSums:
         """Adds one layer's router logits `[T, E]`, without the tokens that the mask `[B, S]` leaves out."""
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(self.top_k, dim=-1).indices.reshape(-1)
-        likely = probabilities.float()
+        prob_sums = probabilities.float()
         if mask is None:
             counted = torch.ones_like(chosen)
         else:
             flat = mask.reshape(-1)
-            likely = likely * flat[:, None].float()
+            prob_sums = prob_sums * flat[:, None].float()
             counted = flat.long().repeat_interleave(self.top_k)
-        return Tally(tally.likely + likely.sum(0), tally.picked.scatter_add(0, chosen, counted))
+        return RouterSums(sums.prob_sums + prob_sums.sum(0), sums.counts.scatter_add(0, chosen, counted))
 
-    def value(self, tally: Tally) -> Tensor:
+    def value(self, sums: RouterSums) -> Tensor:
         """The loss, before its weight."""
-        rows = tally.picked.sum() / self.top_k
-        return torch.sum(tally.picked / rows * (tally.likely / rows)) * self.experts
+        rows = sums.counts.sum() / self.top_k
+        return torch.sum(sums.counts / rows * (sums.prob_sums / rows)) * self.experts
 
-    def pack(self, hidden: Tensor, likely: Tensor) -> Tensor:
+    def pack(self, hidden: Tensor, prob_sums: Tensor) -> Tensor:
         """Hidden states `[B, S, H]` and the sums `[E]`, as one tensor `[B, S + extra, H]` of the former's type."""
         if hidden.dtype is torch.float16:
             raise config_error(
@@ -76,7 +76,7 @@ class RouterLoss:
             )
         batch, _, width = hidden.shape
         rows = self._rows(hidden)
-        parts = _ScatterToTP.apply(likely, hidden.dtype).flatten()
+        parts = _Split.apply(prob_sums, hidden.dtype).flatten()
         padding = parts.new_zeros(batch * rows * width - parts.numel())
         return torch.cat([hidden, torch.cat([parts, padding]).view(batch, rows, width)], 1)
 
@@ -106,7 +106,7 @@ def _split(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts)
 
 
-class _ScatterToTP(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     """fp32 `[E]` to parts `[n, E]` of a narrower type; the gradient comes back in parts too."""
 
     @staticmethod

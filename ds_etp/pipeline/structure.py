@@ -1,4 +1,4 @@
-"""What a causal language model is made of, found by its structure and one run of its own forward."""
+"""Parts of a causal language model: base model, decoder layers, embedding, norm and head; and stubs of the layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(model: nn.Module, rule: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """What a family's forward gives one layer besides the hidden states, which come first where `by_name` is False."""
 
     args: tuple[Any, ...]
@@ -55,8 +55,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def strange_leaf(call: Call) -> str | None:
-    """In words, a value of a call that a stage could not make anew; None where there is none."""
+def unsupported_argument(call: LayerCall) -> str | None:
+    """In words, a value of a call that a pipeline stage could not make anew; None where there is none."""
     for name, value in call.leaves():
         if isinstance(value, Tensor):
             if value.requires_grad:
@@ -66,7 +66,7 @@ def strange_leaf(call: Call) -> str | None:
     return None
 
 
-class StandIn(nn.Module):
+class LayerStub(nn.Module):
     """Takes a layer's place in the family's forward: it has the layer's plain attributes, and no weights."""
 
     def __init__(self, layer: nn.Module, index: int, trace: Trace) -> None:
@@ -81,25 +81,25 @@ class StandIn(nn.Module):
         """Hands on to whoever runs the forward."""
         by_name = "hidden_states" in kwargs
         hidden = kwargs.pop("hidden_states") if by_name else args[0]
-        call = Call(args if by_name else args[1:], kwargs, by_name)
+        call = LayerCall(args if by_name else args[1:], kwargs, by_name)
         result = self._trace.on_layer(self._index, hidden, call)
         return (result,) if self._trace.tuples else result
 
 
 @dataclass
 class Trace:
-    """What the stand-ins of one model do: `on_layer(index, hidden, call)` gives what a layer would.
+    """What the stubs of one model do: `on_layer(index, hidden, call)` gives what a layer would.
 
     Attributes:
         tuples: whether this family's layers give a tuple that begins with the hidden states.
     """
 
-    on_layer: Callable[[int, Tensor, Call], Tensor] = field(default=lambda index, hidden, call: hidden)
+    on_layer: Callable[[int, Tensor, LayerCall], Tensor] = field(default=lambda index, hidden, call: hidden)
     tuples: bool = False
 
     @contextmanager
-    def during(self, on_layer: Callable[[int, Tensor, Call], Tensor]) -> Iterator[None]:
-        """Sets what the stand-ins do for the time of one run."""
+    def during(self, on_layer: Callable[[int, Tensor, LayerCall], Tensor]) -> Iterator[None]:
+        """Sets what the stubs do for the time of one run."""
         before, self.on_layer = self.on_layer, on_layer
         try:
             yield
@@ -119,7 +119,7 @@ class Structure:
             outside of it; by path in `lm`.
         call: keyword arguments that `lm` calls `base` with, but for the batch.
         output_class: what `base` returns.
-        trace: what the stand-ins do.
+        trace: what the stubs do.
     """
 
     lm: Any
@@ -146,18 +146,18 @@ class Structure:
         return any(id(weight) in weights for module in self.head.values() for weight in module.parameters())
 
     @contextmanager
-    def stand_ins(self) -> Iterator[None]:
-        """Puts stand-ins in the layers' places for a while."""
+    def stubbed_layers(self) -> Iterator[None]:
+        """Puts stubs in the layers' places for a while."""
         real = getattr(self.base, self.layers_name)
-        setattr(self.base, self.layers_name, self.empty_layers())
+        setattr(self.base, self.layers_name, self.layer_stubs())
         try:
             yield
         finally:
             setattr(self.base, self.layers_name, real)
 
-    def empty_layers(self) -> nn.ModuleList:
-        """A stand-in for each layer."""
-        return nn.ModuleList(StandIn(layer, index, self.trace) for index, layer in enumerate(self.layers))
+    def layer_stubs(self) -> nn.ModuleList:
+        """A stub for each layer."""
+        return nn.ModuleList(LayerStub(layer, index, self.trace) for index, layer in enumerate(self.layers))
 
 
 def find_structure(model: Any) -> Structure:
@@ -195,7 +195,7 @@ def find_structure(model: Any) -> Structure:
 
 
 def modules_with_weights(structure: Structure) -> dict[str, nn.Module]:
-    """Modules outside the layers that own something a checkpoint holds, by path. For a model with stand-ins.
+    """Modules outside the layers that own something a checkpoint holds, by path. For a model with stubs.
 
     Raises:
         ConfigError: the model itself owns some, which no call of a module tells the use of.

@@ -1,4 +1,4 @@
-"""Bytes of a layer that autograd keeps for backward, and the widths that decide on them.
+"""Activation memory: bytes of a decoder layer that autograd saves for backward.
 
 Legend: T tokens of a rank's micro batch, t = T / tp tokens it owns, H hidden size, I intermediate size of an expert,
 E experts, K experts per token.
@@ -42,14 +42,14 @@ def activations(facts: ModelFacts, topology: Topology, job: Job) -> Activations:
     dense_tp = topology.tp if facts.splits_dense else 1
     shared_tp = topology.tp if facts.splits_shared else 1
     moe = facts.moe_layers  # a pipeline stage may have none
-    every: float = 2 * norm_keeps(facts, tokens, job)
+    every: float = 2 * norm_saved_bytes(facts, tokens, job)
     every += tokens * facts.norm_width * (size + 4) / attention_tp
     every += tokens * (facts.attention_width + facts.output_width) * size / attention_tp
     # Gate and up, the activated gate, and the product that goes down.
     mlp = tokens * 4 * size
-    # A block of ep * etp ranks owns t tokens each and has K / ep assignments to an ep index for each of them.
+    # A group of ep * etp expert ranks owns t tokens each and has K / ep assignments to an ep index for each of them.
     rows = tokens / topology.tp * topology.etp * facts.per_token
-    routed = rows * facts.columns / topology.etp * facts.expert_keeps * size
+    routed = rows * facts.columns / topology.etp * facts.saved_expert_tensors * size
     router = tokens * facts.hidden * 4 if facts.router_fp32 else 0
     return Activations(
         every=every,
@@ -70,6 +70,6 @@ def exchanged_width(facts: ModelFacts, topology: Topology) -> float:
     return (2 * facts.output_width + keys_and_values * repeated) / tp
 
 
-def norm_keeps(facts: ModelFacts, tokens: int, job: Job) -> int:
+def norm_saved_bytes(facts: ModelFacts, tokens: int, job: Job) -> int:
     """Bytes a norm keeps: its input in fp32, what it makes of it, and that times its weight."""
     return tokens * facts.hidden * (4 + (4 if facts.norms_fp32 else job.itemsize) + job.itemsize)

@@ -1,4 +1,4 @@
-"""Why the first layout is first, in words, from its numbers: whether ETP or EP is the right tool here."""
+"""Advice in words: why the first layout is first, and whether ETP or EP is the right tool here."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def _largest_loss(facts: ModelFacts, best: Proposal, other: Proposal) -> str:
 def _why_dense(facts: ModelFacts, other: Proposal) -> str:
     topology = other.topology
     if topology.tp == 1 and topology.pp > 1:
-        layers = facts.stage(topology.pp, other.timing.stage).layers
-        end = " and the output layer" if other.timing.stage == topology.pp - 1 else ""
+        layers = facts.pipeline_stage(topology.pp, other.timing.pipeline_stage).layers
+        end = " and the output layer" if other.timing.pipeline_stage == topology.pp - 1 else ""
         return f"the slowest of its {topology.pp} stages has {layers} of {facts.layers} layers{end}"
     return f"tp {topology.tp} repeats what AutoTP leaves whole"
 

@@ -12,7 +12,7 @@ from typing import Literal
 from ds_etp.config.dense_rules import HEAD_SINKS, HEAD_SIZES
 from ds_etp.errors import ConfigError
 from ds_etp.planner.families import ALIASES, FAMILIES, Family
-from ds_etp.planner.model import ModelFacts, ShardSpec, Weight
+from ds_etp.planner.model import ModelFacts, Sharding, Weight
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def read_facts(values: Mapping[str, object], source: str, name: str = "") -> Mod
 def _facts(config: _Values, family: Family, name: str) -> ModelFacts:
     hidden, layers, vocab = (config.size(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
     experts, columns = config.size(family.experts), config.size(family.columns)
-    dense_places = _dense_places(config, family, layers)
+    dense_layer_indices = _dense_layer_indices(config, family, layers)
     every = tuple(range(layers))
-    moe_places = tuple(place for place in every if place not in dense_places)
-    if not moe_places:
+    moe_layer_indices = tuple(index for index in every if index not in dense_layer_indices)
+    if not moe_layer_indices:
         raise ConfigError(f"{config.source}: none of the {layers} layers has experts, so there is nothing to split.")
     tied = config.flag("tie_word_embeddings", family.tied)
     norm = 2 * hidden if family.layer_norm_bias else hidden
@@ -85,34 +85,34 @@ def _facts(config: _Values, family: Family, name: str) -> ModelFacts:
         Weight("norms", norm, every, "whole", multiplied=False, each=2),
         Weight("last norm", norm, after, "whole", multiplied=False),
         *attention.weights,
-        *_experts(hidden, columns, experts, moe_places, family),
+        *_experts(hidden, columns, experts, moe_layer_indices, family),
     ]
     sizes = [vocab] if not tied else []
-    dense = config.size("intermediate_size") if dense_places else 0
+    dense = config.size("intermediate_size") if dense_layer_indices else 0
     shared = _shared_columns(config, family, columns)
     splits = float("attention" in family.splits)
-    for label, width, places, part in (
-        ("dense MLP", dense, dense_places, "dense"),
-        ("shared experts", shared, moe_places, "shared"),
+    for label, width, layer_indices, part in (
+        ("dense MLP", dense, dense_layer_indices, "dense"),
+        ("shared experts", shared, moe_layer_indices, "shared"),
     ):
         split = part in family.splits
         if width:
-            weights.append(Weight(label, hidden * width, places, "tp" if split else "whole", each=3))
+            weights.append(Weight(label, hidden * width, layer_indices, "tp" if split else "whole", each=3))
             sizes += [width] if split else []
-            splits += len(places) / layers if split else 0
+            splits += len(layer_indices) / layers if split else 0
     if family.shared_gate:
-        weights.append(Weight("shared gate", hidden, moe_places, "whole"))
+        weights.append(Weight("shared gate", hidden, moe_layer_indices, "whole"))
     return ModelFacts(
         name=name,
         hidden=hidden,
         vocab=vocab,
         layers=layers,
-        moe_places=moe_places,
+        moe_layer_indices=moe_layer_indices,
         experts=experts,
         per_token=min(config.size(family.per_token), experts),
         columns=columns,
         gated=True,
-        expert_keeps=family.expert_keeps,
+        saved_expert_tensors=family.saved_expert_tensors,
         router_fp32=family.router_fp32,
         norms_fp32=family.norms_fp32,
         attention_width=attention.width,
@@ -154,18 +154,18 @@ def _heads(config: _Values, family: Family, every: tuple[int, ...]) -> _Attentio
     groups = config.size("num_key_value_heads", heads)
     size = config.size("head_dim", family.head_dim or hidden // heads)
     queries, keys = heads * size, groups * size
-    cut: ShardSpec = "tp" if "attention" in family.splits else "whole"
+    sharding: Sharding = "tp" if "attention" in family.splits else "whole"
     qkv_bias = config.flag(family.qkv_bias, family.biased)
     output_bias = config.flag(family.output_bias, family.biased)
     norms = _head_norms(config, family)
     weights = [
-        Weight("queries", hidden * queries, every, cut),
-        Weight("keys", hidden * keys, every, cut),
-        Weight("values", hidden * keys, every, cut),
-        Weight("attention output", queries * hidden, every, cut),
-        *_extra("query bias", queries, every, cut, qkv_bias),
-        *_extra("key bias", keys, every, cut, qkv_bias),
-        *_extra("value bias", keys, every, cut, qkv_bias),
+        Weight("queries", hidden * queries, every, sharding),
+        Weight("keys", hidden * keys, every, sharding),
+        Weight("values", hidden * keys, every, sharding),
+        Weight("attention output", queries * hidden, every, sharding),
+        *_extra("query bias", queries, every, sharding, qkv_bias),
+        *_extra("key bias", keys, every, sharding, qkv_bias),
+        *_extra("value bias", keys, every, sharding, qkv_bias),
         *_extra("attention output bias", hidden, every, "whole", output_bias),
         # A norm over all heads (OLMoE) is as wide as the hidden size, whatever head_dim is.
         *_extra("query norm", size if norms == "head" else hidden, every, "whole", norms != "none"),
@@ -186,12 +186,12 @@ def _latent(config: _Values, family: Family, every: tuple[int, ...]) -> _Attenti
     rope, plain, value = (config.size(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     latent, query_rank = config.size("kv_lora_rank"), config.number("q_lora_rank")
     queries, bias = heads * (plain + rope), config.flag(family.output_bias)
-    cut: ShardSpec = "tp" if "attention" in family.splits else "whole"
+    sharding: Sharding = "tp" if "attention" in family.splits else "whole"
     weights = [
         Weight("keys and values, down", hidden * (latent + rope), every, "whole"),
         Weight("keys and values, norm", latent, every, "whole", multiplied=False),
-        Weight("keys and values, up", latent * heads * (plain + value), every, cut),
-        Weight("attention output", heads * value * hidden, every, cut),
+        Weight("keys and values, up", latent * heads * (plain + value), every, sharding),
+        Weight("attention output", heads * value * hidden, every, sharding),
         *_extra("keys and values, bias", latent + rope, every, "whole", bias),
         *_extra("attention output bias", hidden, every, "whole", bias),
     ]
@@ -199,11 +199,11 @@ def _latent(config: _Values, family: Family, every: tuple[int, ...]) -> _Attenti
         weights += [
             Weight("queries, down", hidden * query_rank, every, "whole"),
             Weight("queries, norm", query_rank, every, "whole", multiplied=False),
-            Weight("queries, up", query_rank * queries, every, cut),
+            Weight("queries, up", query_rank * queries, every, sharding),
             *_extra("queries, bias", query_rank, every, "whole", bias),
         ]
     else:
-        weights.append(Weight("queries", hidden * queries, every, cut))
+        weights.append(Weight("queries", hidden * queries, every, sharding))
     width = 2 * queries + heads * value + query_rank + latent
     return _Attention(weights, (heads,), width, heads * value, query_rank + latent)
 
@@ -219,8 +219,8 @@ def _experts(hidden: int, columns: int, experts: int, layers: tuple[int, ...], f
     ]
 
 
-def _extra(name: str, elements: int, layers: tuple[int, ...], cut: ShardSpec, present: bool) -> list[Weight]:
-    return [Weight(name, elements, layers, cut, multiplied=False)] if present else []
+def _extra(name: str, elements: int, layers: tuple[int, ...], sharding: Sharding, present: bool) -> list[Weight]:
+    return [Weight(name, elements, layers, sharding, multiplied=False)] if present else []
 
 
 def _shared_columns(config: _Values, family: Family, columns: int) -> int:
@@ -229,13 +229,13 @@ def _shared_columns(config: _Values, family: Family, columns: int) -> int:
     return config.size(family.shared) if family.shared else 0
 
 
-def _dense_places(config: _Values, family: Family, layers: int) -> tuple[int, ...]:
+def _dense_layer_indices(config: _Values, family: Family, layers: int) -> tuple[int, ...]:
     """The layers without experts."""
     if family.dense == "first":
         return tuple(range(min(config.number("first_k_dense_replace"), layers)))
     if family.dense == "listed":
         listed = config.values.get("mlp_only_layers") or ()
         step = config.size("decoder_sparse_step", 1)
-        only = {place for place in listed if isinstance(place, int)} if isinstance(listed, list | tuple) else set()
-        return tuple(place for place in range(layers) if place in only or (place + 1) % step != 0)
+        only = {index for index in listed if isinstance(index, int)} if isinstance(listed, list | tuple) else set()
+        return tuple(index for index in range(layers) if index in only or (index + 1) % step != 0)
     return ()

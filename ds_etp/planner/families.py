@@ -1,7 +1,7 @@
-"""What families call their sizes, and what else a family's layers have. A family is a row of data.
+"""Model families: their config's names of sizes, and what their layers have. A family is a row of data.
 
 A row is here only if the parameters counted from it equal those of the model transformers builds, to the element
-(tests/plan/test_parameters.py). Other families are counted from the model itself: `ds-etp plan --exact`.
+(tests/planner/test_parameters.py). Other families are counted from the model itself: `ds-etp plan --exact`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# How AutoTP (deepspeed 0.19.8) splits each family follows the tensor-parallel plan of its class in transformers 5.24:
-# what the plan doesn't name stays whole on every rank.
+# How AutoTP (deepspeed 0.19.8) splits each family follows the tp_plan of its class in transformers 5.24:
+# what the tp_plan doesn't name stays whole on every rank.
 _REFUSED = "AutoTP refuses this family's attention"
 
 
@@ -32,8 +32,8 @@ class Family:
         shared_gate: the shared expert has a gate of H numbers.
         norms_fp32: norms multiply by their weight in fp32.
         router_fp32: the router works on an fp32 copy of its input.
-        expert_keeps: tensors of I columns that an expert keeps for backward: gate and up, the activated gate and the
-            product, and more where the gate is clamped.
+        saved_expert_tensors: tensors of I columns that an expert keeps for backward: gate and up, the activated gate
+            and the product, and more where the gate is clamped.
         dense: which layers have no experts: "none", "first" (`first_k_dense_replace`) or "listed" (`mlp_only_layers`
             and `decoder_sparse_step`).
         tied: whether the embedding is the output layer too, where the config doesn't say.
@@ -60,7 +60,7 @@ class Family:
     shared_gate: bool = False
     norms_fp32: bool = False
     router_fp32: bool = False
-    expert_keeps: int = 4
+    saved_expert_tensors: int = 4
     dense: Literal["none", "first", "listed"] = "none"
     tied: bool = False
     splits: tuple[Literal["attention", "dense", "shared"], ...] = ("attention", "dense", "shared")
@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
         router_bias=True,
         expert_bias=True,
         norms_fp32=True,
-        expert_keeps=7,
+        saved_expert_tensors=7,
         splits=(),
     ),
     "deepseek_v2": Family(

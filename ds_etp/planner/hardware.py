@@ -1,4 +1,4 @@
-"""What a model is split over: ranks, their memory, and how fast they multiply and talk. Every rate is stated."""
+"""The hardware: ranks, their memory, matrix product rate and link bandwidths. Every rate is stated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Hardware:
         intra, inter: bytes a second a rank sends inside its node, and out of it.
         flops: multiplications and additions a second in a large bf16 matrix product.
         hbm: bytes a second from a rank's own memory.
-        message: seconds a collective takes beside its bytes.
+        latency: seconds a collective takes beside its bytes.
     """
 
     gpus: int
@@ -34,7 +34,7 @@ class Hardware:
     inter: float = 50e9
     flops: float = 600e12
     hbm: float = 3.35e12
-    message: float = 30e-6
+    latency: float = 30e-6
 
     def rate(self, topology: Topology, kind: GroupKind) -> float:
         """Bytes a second over the groups of one kind: that of the network where any of them leaves a node."""
@@ -43,16 +43,16 @@ class Hardware:
     def leaves_node(self, topology: Topology, kind: GroupKind) -> bool:
         """Whether any group of a kind has ranks on two nodes."""
         # A group lies in an aligned run of ranks, its own axis times the faster ones.
-        dense, block = topology.tp * topology.cp, topology.expert_model_parallel
+        dense, expert_ranks = topology.tp * topology.cp, topology.expert_model_parallel
         size, span = {
             "tp": (topology.tp, topology.tp),
             "cp": (topology.cp, dense),
             "dp": (topology.dp, dense * topology.dp),
             "pp": (topology.pp, topology.world),
             "expt_tp": (topology.etp, topology.etp),
-            "ep": (topology.ep, block),
-            "expert_dp": (topology.edp, block * topology.edp),
-            "expert_model_parallel": (block, block),
+            "ep": (topology.ep, expert_ranks),
+            "expert_dp": (topology.edp, expert_ranks * topology.edp),
+            "expert_model_parallel": (expert_ranks, expert_ranks),
         }[kind]
         return size > 1 and self.per_node % span != 0
 

@@ -1,4 +1,4 @@
-"""Bytes a rank holds in a layout, line by line, each with its reason.
+"""Memory of a rank in a layout: parameters, gradients, optimizer states, activations, buffers, each with its reason.
 
 Legend: T tokens of a rank's micro batch (its part of the sequences: sequence / cp), t = T / tp tokens it owns, H hidden
 size, I intermediate size of an expert, E experts, K experts per token, n ranks that share one optimizer state.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_etp.parallel.topology import Topology
-from ds_etp.planner.activations import activations, exchanged_width, norm_keeps
+from ds_etp.planner.activations import activations, exchanged_width, norm_saved_bytes
 from ds_etp.planner.job import Job, in_flight
 from ds_etp.planner.model import ModelFacts
 
@@ -41,12 +41,12 @@ class Memory:
 
     Attributes:
         lines: of a rank of the fullest pipeline stage.
-        stage: which stage that is, from 0.
+        pipeline_stage: which one that is, from 0.
         layers: how many layers it has.
     """
 
     lines: tuple[Line, ...]
-    stage: int = 0
+    pipeline_stage: int = 0
     layers: int = 0
 
     def of(self, phase: Phase) -> float:
@@ -64,16 +64,16 @@ def elements(facts: ModelFacts, topology: Topology, *, expert: bool) -> int:
     return sum(w.local(topology) * w.copies for w in facts.weights if w.is_expert == expert)
 
 
-def partition(facts: ModelFacts, topology: Topology, stage: int, *, expert: bool) -> int:
+def zero_partition(facts: ModelFacts, topology: Topology, zero_stage: int, *, expert: bool) -> int:
     """Elements of a rank's part of the optimizer state, padding included.
 
     ZeRO 1 and 2 pad all weights together to a multiple of 2n, ZeRO-3 each by itself to a multiple of n.
     """
     ranks = topology.edp if expert else topology.dp * topology.cp
     whole = elements(facts, topology, expert=expert)
-    if stage == 0:
+    if zero_stage == 0:
         return whole
-    if stage == 3:
+    if zero_stage == 3:
         return sum(-(-w.local(topology) // ranks) * w.copies for w in facts.weights if w.is_expert == expert)
     return -(-whole // (2 * ranks)) * 2
 
@@ -84,38 +84,38 @@ def states(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Line, ...]:
         return _states_in_fp32(facts, topology, job)
     kinds = (False, True)
     whole = sum(elements(facts, topology, expert=kind) for kind in kinds)
-    shares = [partition(facts, topology, job.stage, expert=kind) for kind in kinds]
+    shares = [zero_partition(facts, topology, job.zero_stage, expert=kind) for kind in kinds]
     share = sum(shares)
-    stage, size = job.stage, job.itemsize
-    master = _MASTER if stage or size < 4 else 0  # fp32 without ZeRO steps on the parameters themselves
+    zero_stage, size = job.zero_stage, job.itemsize
+    master = _MASTER if zero_stage or size < 4 else 0  # fp32 without ZeRO steps on the parameters themselves
     dense, experts = topology.dp * topology.cp, topology.edp
     ways = f"1/{dense} of the dense and 1/{experts} of the expert weights"
     lines = [
         Line(
             "parameters",
-            (share if stage == 3 else whole) * size,
+            (share if zero_stage == 3 else whole) * size,
             "always",
-            f"{size} bytes each, {ways}" if stage == 3 else f"{size} bytes each of {whole:,} weights of this rank",
+            f"{size} bytes each, {ways}" if zero_stage == 3 else f"{size} bytes each of {whole:,} weights of this rank",
         ),
         Line(
             "gradients",
-            (share if stage else whole) * size,
+            (share if zero_stage else whole) * size,
             "always",
-            f"{size} bytes each, {ways}" if stage else f"{size} bytes each, as long as the parameters",
+            f"{size} bytes each, {ways}" if zero_stage else f"{size} bytes each, as long as the parameters",
         ),
         Line(
             "optimizer",
             share * (master + _MOMENTS),
             "always",
             f"{'fp32 copy and ' if master else ''}AdamW's two moments, {master + _MOMENTS} bytes each, "
-            + (ways if stage else "of all weights of this rank"),
+            + (ways if zero_stage else "of all weights of this rank"),
         ),
     ]
-    if stage == 1:
+    if zero_stage == 1:
         why = "ZeRO-1 keeps all gradients until backward ends, ZeRO-2 frees them as they are reduced"
         lines.append(Line("other gradients", max(whole - share, 0) * size, "backward", why))
     if size < 4:
-        lines.append(_step_line(shares, stage, size))
+        lines.append(_step_line(shares, zero_stage, size))
     return tuple(lines)
 
 
@@ -124,13 +124,13 @@ def adds_up_in_fp32(topology: Topology, job: Job) -> bool:
 
     `BF16_Optimizer` (0.19.8) shares its states as ZeRO-1 does.
     """
-    return topology.pp > 1 and job.stage == 0 and job.itemsize < 4
+    return topology.pp > 1 and job.zero_stage == 0 and job.itemsize < 4
 
 
 def _states_in_fp32(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Line, ...]:
     kinds, size = (False, True), job.itemsize
     whole = sum(elements(facts, topology, expert=kind) for kind in kinds)
-    share = sum(partition(facts, topology, 1, expert=kind) for kind in kinds)
+    share = sum(zero_partition(facts, topology, 1, expert=kind) for kind in kinds)
     ways = f"1/{topology.dp * topology.cp} of the dense and 1/{topology.edp} of the expert weights"
     return (
         Line("parameters", whole * size, "always", f"{size} bytes each of {whole:,} weights of this rank"),
@@ -145,13 +145,13 @@ def _states_in_fp32(facts: ModelFacts, topology: Topology, job: Job) -> tuple[Li
     )
 
 
-def _step_line(shares: list[int], stage: int, size: int) -> Line:
+def _step_line(shares: list[int], zero_stage: int, size: int) -> Line:
     """The gradients the optimizer's step reads: made for it, one param group at a time, and freed after it."""
     name = "fp32 gradients"
-    if stage == 0:
+    if zero_stage == 0:
         return Line(name, sum(shares) * 4, "step", "4 bytes for each weight")
-    at_once = max(shares) if stage < 3 else min(sum(shares), SUB_GROUP)
-    part = "the dense or the expert weights" if stage < 3 else f"at most {SUB_GROUP:,} weights"
+    at_once = max(shares) if zero_stage < 3 else min(sum(shares), SUB_GROUP)
+    part = "the dense or the expert weights" if zero_stage < 3 else f"at most {SUB_GROUP:,} weights"
     return Line(name, at_once * (4 + size), "step", f"{part} at a time: flat, {size} bytes each, then in fp32")
 
 
@@ -162,19 +162,19 @@ def memory_of(facts: ModelFacts, topology: Topology, job: Job) -> Memory:
     (sdpa, flash attention).
     """
     return max(
-        (_stage_memory(facts, topology, job, stage) for stage in facts.distinct_stages(topology.pp)),
+        (_pipeline_stage_memory(facts, topology, job, stage) for stage in facts.distinct_pipeline_stages(topology.pp)),
         key=lambda memory: memory.peak,
     )
 
 
-def _stage_memory(whole: ModelFacts, topology: Topology, job: Job, stage: int) -> Memory:
-    facts, ahead = whole.stage(topology.pp, stage), in_flight(topology, job, stage)
+def _pipeline_stage_memory(whole: ModelFacts, topology: Topology, job: Job, pipeline_stage: int) -> Memory:
+    facts, ahead = whole.pipeline_stage(topology.pp, pipeline_stage), in_flight(topology, job, pipeline_stage)
     lines = [*states(facts, topology, job), *_buffers(facts, topology, job)]
     kept = activations(facts, topology, job)
     tokens = job.tokens(topology)
     row = tokens * facts.hidden * job.itemsize
     # The last norm, before the output layer; where that is, one micro batch is under way.
-    last = norm_keeps(facts, tokens, job) if facts.makes_logits else 0
+    last = norm_saved_bytes(facts, tokens, job) if facts.makes_logits else 0
     times = f" of each of {ahead} micro batches under way" if ahead > 1 else ""
     if job.recompute:
         lines += [
@@ -200,7 +200,7 @@ def _stage_memory(whole: ModelFacts, topology: Topology, job: Job, stage: int) -
     if facts.makes_logits:
         why = "T x V, in fp32 once more, and their gradient in fp32"
         lines.append(Line("logits", tokens * facts.vocab * (job.itemsize + 8), "backward", why))
-    return Memory(tuple(lines), stage, facts.layers)
+    return Memory(tuple(lines), pipeline_stage, facts.layers)
 
 
 _SCORES = "; sdpa or flash attention, which keep no scores"
@@ -214,7 +214,7 @@ def _heads(facts: ModelFacts, topology: Topology, job: Job) -> float:
 
 def _buffers(facts: ModelFacts, topology: Topology, job: Job) -> list[Line]:
     """ZeRO's own buffers."""
-    if job.stage == 0:
+    if job.zero_stage == 0:
         return []
     size = job.itemsize
     largest = max(weight.local(topology) for weight in facts.weights)
@@ -224,12 +224,12 @@ def _buffers(facts: ModelFacts, topology: Topology, job: Job) -> list[Line]:
         Line(
             "reduce bucket",
             job.bucket * size,
-            "always" if job.stage == 3 else "backward",
+            "always" if job.zero_stage == 3 else "backward",
             f"zero_optimization.reduce_bucket_size, {job.bucket:,} gradients to a message",
         ),
         Line("largest gradient", largest * size, "backward", "of one parameter, whole until it is reduced"),
     ]
-    if job.stage == 3:
+    if job.zero_stage == 3:
         # An experts module is gathered as one, whatever the limit is.
         live = min(whole, max(MAX_LIVE, elements(facts, topology, expert=True) // facts.moe_layers))
         lines.append(Line("gathered weights", live * size, "backward", "whole weights of the layers at work, at most"))

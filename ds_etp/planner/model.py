@@ -1,4 +1,4 @@
-"""What a planner has to know of a model: its weights, how each is split, and the sizes of its MoE layers.
+"""Facts of a model that memory and time depend on: its weights, their sharding, and the sizes of its MoE layers.
 
 Legend: H hidden size, I intermediate size of an expert, E experts, K experts per token.
 """
@@ -14,7 +14,7 @@ from ds_etp.planner.pipeline_partition import partition
 
 # "whole": every rank has it; "tp": AutoTP splits it; "experts": over ep and etp; "expert rows": over ep alone, as the
 # bias of a down projection, which no dimension of I runs through.
-ShardSpec = Literal["whole", "tp", "experts", "expert rows"]
+Sharding = Literal["whole", "tp", "experts", "expert rows"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Weight:
         elements: of one of them, unsplit.
         layers: the layers that have it; -1 is what comes before the first layer, the number of layers what comes
             after the last one.
-        cut: how a rank's part is cut out.
+        sharding: how it is split over ranks.
         multiplied: whether each token is multiplied by it. An embedding is looked up, a bias added.
         each: how many a layer has.
     """
@@ -34,7 +34,7 @@ class Weight:
     name: str
     elements: int
     layers: tuple[int, ...]
-    cut: ShardSpec
+    sharding: Sharding
     multiplied: bool = True
     each: int = 1
 
@@ -46,7 +46,7 @@ class Weight:
     @property
     def is_expert(self) -> bool:
         """Whether it is partitioned over expert_dp, not over the dense data-parallel ranks."""
-        return self.cut in ("experts", "expert rows")
+        return self.sharding in ("experts", "expert rows")
 
     def local(self, topology: Topology) -> int:
         """Elements of one copy on a rank."""
@@ -55,7 +55,7 @@ class Weight:
             "tp": topology.tp,
             "experts": topology.expert_model_parallel,
             "expert rows": topology.ep,
-        }[self.cut]
+        }[self.sharding]
         return self.elements // divisor
 
 
@@ -66,11 +66,11 @@ class ModelFacts:
     Attributes:
         name: what to call it.
         hidden, vocab, layers: H, vocabulary, number of layers.
-        moe_places: which of the layers have routed experts.
+        moe_layer_indices: which of the layers have routed experts.
         experts, per_token, columns: E, K, I.
         spare_experts: rows of the experts' weights after those of the experts (longcat_flash).
         gated: whether an expert has a gate beside its up projection.
-        expert_keeps: tensors of I columns an expert keeps for backward.
+        saved_expert_tensors: tensors of I columns an expert keeps for backward.
         router_fp32, norms_fp32: whether routers keep their input in fp32, and norms their result.
         attention_width: entries of a token's queries, keys and values together, latents included.
         output_width: entries of a token's attention output before its last projection.
@@ -79,7 +79,8 @@ class ModelFacts:
             experts together; 0 where there are none.
         splits_attention, splits_dense, splits_shared: what AutoTP splits: attention, MLPs of layers without
             experts, shared experts.
-        dense_splits: how many of a layer's dense blocks AutoTP splits, each of which sums its output over tp.
+        dense_splits: how many of a decoder block's dense parts (attention, MLP) AutoTP splits; each all-reduces its
+            output over tp.
         tp_divides: sizes that tp has to divide.
         heads, key_value_heads: of attention.
         weights: all of them.
@@ -91,12 +92,12 @@ class ModelFacts:
     hidden: int
     vocab: int
     layers: int
-    moe_places: tuple[int, ...]
+    moe_layer_indices: tuple[int, ...]
     experts: int
     per_token: int
     columns: int
     gated: bool
-    expert_keeps: int
+    saved_expert_tensors: int
     router_fp32: bool
     norms_fp32: bool
     attention_width: int
@@ -121,7 +122,7 @@ class ModelFacts:
     @property
     def moe_layers(self) -> int:
         """How many layers have routed experts."""
-        return len(self.moe_places)
+        return len(self.moe_layer_indices)
 
     @property
     def parameters(self) -> int:
@@ -142,34 +143,34 @@ class ModelFacts:
         """Whether attention and the other dense layers can be split over tp ranks."""
         return tp == 1 or (not self.no_tp and all(size % tp == 0 for size in self.tp_divides))
 
-    def stage(self, stages: int, index: int) -> ModelFacts:
+    def pipeline_stage(self, pp: int, index: int) -> ModelFacts:
         """The part of the model that a pipeline stage holds; its layers keep their numbers.
 
         The embedding is on the first stage, the last norm and the output layer on the last.
 
         Args:
-            stages: pp.
+            pp: how many pipeline stages there are.
             index: of the stage, from 0.
         """
-        return self if stages == 1 else _stage(self, stages, index)
+        return self if pp == 1 else _pipeline_stage(self, pp, index)
 
-    def distinct_stages(self, stages: int) -> tuple[int, ...]:
-        """Indices of stages, without those that hold as much of everything as an earlier one."""
-        return _distinct(self, stages)
+    def distinct_pipeline_stages(self, pp: int) -> tuple[int, ...]:
+        """Indices of pipeline stages, without those that hold as much of everything as an earlier one."""
+        return _distinct_pipeline_stages(self, pp)
 
 
-def _bounds(facts: ModelFacts, stages: int) -> tuple[int, ...]:
-    """Layers at which stages begin and end: the first begins at -1, the last ends after the output layer."""
+def _bounds(facts: ModelFacts, pp: int) -> tuple[int, ...]:
+    """Layers at which pipeline stages begin and end: the first begins at -1, the last ends after the output layer."""
     sizes = [0] * (facts.layers + 2)
     for weight in facts.weights:
         for layer in weight.layers:
             sizes[layer + 1] += weight.elements * weight.each
-    return tuple(bound - 1 for bound in partition(tuple(sizes), stages))
+    return tuple(bound - 1 for bound in partition(tuple(sizes), pp))
 
 
 @lru_cache(maxsize=1024)
-def _stage(facts: ModelFacts, stages: int, index: int) -> ModelFacts:
-    start, stop = _bounds(facts, stages)[index : index + 2]
+def _pipeline_stage(facts: ModelFacts, pp: int, index: int) -> ModelFacts:
+    start, stop = _bounds(facts, pp)[index : index + 2]
 
     def within(layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer for layer in layers if start <= layer < stop)
@@ -177,24 +178,24 @@ def _stage(facts: ModelFacts, stages: int, index: int) -> ModelFacts:
     return replace(
         facts,
         layers=len(within(tuple(range(facts.layers)))),
-        moe_places=within(facts.moe_places),
+        moe_layer_indices=within(facts.moe_layer_indices),
         weights=tuple(
-            replace(weight, layers=within(weight.layers), cut=_cut_in_stages(weight, facts.layers))
+            replace(weight, layers=within(weight.layers), sharding=_sharding_in_pipeline(weight, facts.layers))
             for weight in facts.weights
         ),
-        makes_logits=index == stages - 1,
+        makes_logits=index == pp - 1,
     )
 
 
-def _cut_in_stages(weight: Weight, layers: int) -> ShardSpec:
+def _sharding_in_pipeline(weight: Weight, layers: int) -> Sharding:
     """AutoTP leaves whole what lies outside of a pipeline's layers: embedding and output layer."""
     outside = all(layer in (-1, layers) for layer in weight.layers)
-    return "whole" if outside and weight.cut == "tp" else weight.cut
+    return "whole" if outside and weight.sharding == "tp" else weight.sharding
 
 
 @lru_cache(maxsize=1024)
-def _distinct(facts: ModelFacts, stages: int) -> tuple[int, ...]:
+def _distinct_pipeline_stages(facts: ModelFacts, pp: int) -> tuple[int, ...]:
     found: dict[tuple[int, ...], int] = {}
-    for index in range(stages):
-        found.setdefault(tuple(weight.copies for weight in facts.stage(stages, index).weights), index)
+    for index in range(pp):
+        found.setdefault(tuple(weight.copies for weight in facts.pipeline_stage(pp, index).weights), index)
     return tuple(found.values())

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ds_etp.config.dense_rules import check_axes, check_sequence_heads, check_stages
+from ds_etp.config.grouped_mm import keeps_alignment
 from ds_etp.dispatch.cost import DispatchChoice, choose_dispatcher
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
@@ -17,9 +18,7 @@ from ds_etp.planner.memory import Memory, memory_of
 from ds_etp.planner.model import ModelFacts
 from ds_etp.planner.timing import Timing, timing_of
 
-STAGES = (0, 1, 2, 3)
-# A row of an expert's weights has to be a multiple of so many bytes for torch's grouped matrix product.
-_GROUPED_MM_ALIGNMENT = 16
+ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Proposal:
     """One layout, and what it costs.
 
     Attributes:
-        topology, job, choice: the sizes, what is trained, and the plan that brings tokens to experts.
+        topology, job, choice: the sizes, what is trained, and the dispatcher.
         memory, timing: of one rank, and of one step.
         fits: whether the peak is within what a rank can fill.
         aligned: whether `experts_implementation="grouped_mm"` takes the shards, if it takes the whole experts.
@@ -46,7 +45,7 @@ class Proposal:
         """The sizes and the ZeRO stage, in a few words; cp and pp only where they are above 1."""
         topology = self.topology
         others = "".join(f"{axis} {size}, " for axis, size in self.script_axes.items())
-        return f"tp {topology.tp}, {others}etp {topology.etp}, ep {topology.ep}, ZeRO-{self.job.stage}"
+        return f"tp {topology.tp}, {others}etp {topology.etp}, ep {topology.ep}, ZeRO-{self.job.zero_stage}"
 
     @property
     def script_axes(self) -> dict[str, int]:
@@ -61,7 +60,7 @@ def rank_layouts(
     *,
     sequence: int,
     micro_batch: int = 1,
-    stages: Sequence[int] = STAGES,
+    zero_stages: Sequence[int] = ZERO_STAGES,
     recompute: bool = True,
     micro_batches: int = 1,
     cp: Container[int] = (1,),
@@ -72,7 +71,7 @@ def rank_layouts(
     Args:
         facts, hardware: what is split, and over what.
         sequence, micro_batch, recompute, micro_batches: see `Job`.
-        stages: ZeRO stages to consider.
+        zero_stages: those to consider.
         cp, pp: which of those sizes to consider.
 
     Raises:
@@ -84,18 +83,18 @@ def rank_layouts(
             hardware,
             topology,
             choice,
-            Job(sequence, micro_batch, stage, recompute, micro_batches=micro_batches),
+            Job(sequence, micro_batch, zero_stage, recompute, micro_batches=micro_batches),
         )
         for topology in topologies(facts, hardware, cp=cp, pp=pp)
         if sequence % topology.cp == 0
         for choice in [_choice(facts, hardware, topology)]
-        for stage in stages
-        if passes(check_axes, topology, stage)
+        for zero_stage in zero_stages
+        if passes(check_axes, topology, zero_stage)
     ]
     if not proposals:
         raise ConfigError(
             f"No layout of {facts.name} works on {hardware.gpus} GPUs with sequences of {sequence:,} tokens, ZeRO "
-            f"{', '.join(map(str, stages))}, and the sizes asked for."
+            f"{', '.join(map(str, zero_stages))}, and the sizes asked for."
         )
     return sorted(proposals, key=_order)
 
@@ -111,22 +110,22 @@ def passes(check: Callable[..., object], *arguments: object) -> bool:
 
 def topologies(facts: ModelFacts, hardware: Hardware, *, cp: Container[int], pp: Container[int]) -> Iterator[Topology]:
     """Sizes that divide what they split. Tensor parallel groups stay within a node: they talk in every layer."""
-    for stages in _divisors(hardware.gpus):
-        if stages not in pp or not _takes_pp(facts, stages):
+    for pp_size in _divisors(hardware.gpus):
+        if pp_size not in pp or not _takes_pp(facts, pp_size):
             continue
-        ranks = hardware.gpus // stages
+        ranks = hardware.gpus // pp_size
         for tp in _divisors(ranks):
             if tp > hardware.per_node or hardware.per_node % tp or not facts.takes_tp(tp):
                 continue
-            for sharing in _divisors(ranks // tp):
-                if sharing in cp and _takes_cp(facts, Topology(ranks, tp=tp, cp=sharing)):
-                    yield from _with_experts(facts, Topology(hardware.gpus, tp=tp, cp=sharing, pp=stages))
+            for cp_size in _divisors(ranks // tp):
+                if cp_size in cp and _takes_cp(facts, Topology(ranks, tp=tp, cp=cp_size)):
+                    yield from _with_experts(facts, Topology(hardware.gpus, tp=tp, cp=cp_size, pp=pp_size))
 
 
-def _takes_pp(facts: ModelFacts, stages: int) -> bool:
-    if stages == 1:
+def _takes_pp(facts: ModelFacts, pp_size: int) -> bool:
+    if pp_size == 1:
         return True
-    return not facts.no_pp and passes(check_stages, Topology(stages, pp=stages), facts.layers)
+    return not facts.no_pp and passes(check_stages, Topology(pp_size, pp=pp_size), facts.layers)
 
 
 def _takes_cp(facts: ModelFacts, dense: Topology) -> bool:
@@ -148,8 +147,8 @@ def _with_experts(facts: ModelFacts, dense: Topology) -> Iterator[Topology]:
 def ds_config(proposal: Proposal) -> dict[str, Any]:
     """The DeepSpeed config of a layout. What it can't hold is in `script_notes`."""
     topology, job = proposal.topology, proposal.job
-    zero: dict[str, Any] = {"stage": job.stage}
-    if job.stage:
+    zero: dict[str, Any] = {"stage": job.zero_stage}
+    if job.zero_stage:
         zero["reduce_bucket_size"] = BUCKET
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch,
@@ -214,19 +213,15 @@ def _proposal(facts: ModelFacts, hardware: Hardware, topology: Topology, choice:
         memory=memory,
         timing=timing_of(facts, topology, job, hardware, choice.comm_volume),
         fits=memory.peak <= hardware.memory * hardware.usable,
-        aligned=_aligned(facts.columns // topology.etp, job) or not _aligned(facts.columns, job),
+        aligned=keeps_alignment(facts.columns, topology.etp, job.itemsize),
     )
-
-
-def _aligned(columns: int, job: Job) -> bool:
-    return columns * job.itemsize % _GROUPED_MM_ALIGNMENT == 0
 
 
 def _order(proposal: Proposal) -> tuple[Any, ...]:
     speed = -proposal.timing.rate
     # Of layouts that don't fit the one that misses by least helps most.
     wanted = speed if proposal.fits else proposal.memory.peak
-    return not proposal.fits, not proposal.aligned, wanted, proposal.memory.peak, proposal.job.stage
+    return not proposal.fits, not proposal.aligned, wanted, proposal.memory.peak, proposal.job.zero_stage
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Seconds a step takes by stated rates: an estimate that ranks layouts, not one to promise.
+"""Time of a training step: compute, communication and pipeline bubble by stated rates. It ranks layouts, no more.
 
 Nothing overlaps in it, experts get equal shares, and matrix products run at one rate except where a tile of 128 x 128
 isn't filled or the weights take longer to read than to multiply.
@@ -32,13 +32,13 @@ class Timing:
         dispatch: tokens to experts and back.
         attention: what AutoTP sends over tp.
         context: heads exchanged over cp.
-        pipe: activations and gradients to the stages beside.
-        bubble: waiting for other stages, as the pipeline fills and empties.
+        pipe: activations and gradients to the neighbouring pipeline stages.
+        bubble: waiting for other pipeline stages, as the pipeline fills and empties.
         data: gradients and weights over the ranks that hold the same ones.
         rows, bytes: what dispatch sends, forward and backward: rows of H, and bytes with the gathers over tp.
         expert_efficiency: the part of the stated rate the experts' products reach.
         tokens: tokens the whole job has trained on after the step.
-        stage: the slowest stage, from 0.
+        pipeline_stage: the slowest one, from 0.
     """
 
     dense: float
@@ -53,7 +53,7 @@ class Timing:
     bytes: float
     expert_efficiency: float
     tokens: int
-    stage: int
+    pipeline_stage: int
 
     @property
     def seconds(self) -> float:
@@ -71,17 +71,17 @@ def timing_of(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardwar
     """The time of one step.
 
     Args:
-        traffic: what the layout's plan moves in one layer.
+        comm_volume: what the layout's dispatcher sends in one layer.
     """
-    stages = facts.distinct_stages(topology.pp)
-    timings = (_stage_timing(facts, topology, job, hardware, comm_volume, stage) for stage in stages)
+    stages = facts.distinct_pipeline_stages(topology.pp)
+    timings = (_pipeline_stage_timing(facts, topology, job, hardware, comm_volume, stage) for stage in stages)
     return max(timings, key=lambda timing: timing.seconds)
 
 
-def _stage_timing(
-    whole: ModelFacts, topology: Topology, job: Job, hardware: Hardware, comm_volume: CommVolume, stage: int
+def _pipeline_stage_timing(
+    whole: ModelFacts, topology: Topology, job: Job, hardware: Hardware, comm_volume: CommVolume, pipeline_stage: int
 ) -> Timing:
-    facts, times, tokens = whole.stage(topology.pp, stage), job.micro_batches, job.tokens(topology)
+    facts, times, tokens = whole.pipeline_stage(topology.pp, pipeline_stage), job.micro_batches, job.tokens(topology)
     passes = 4 if job.recompute else 3  # forward, and twice as much backward
     sends = 3 if job.recompute else 2
     owned = tokens / topology.tp
@@ -89,7 +89,7 @@ def _stage_timing(
     row = facts.hidden * job.itemsize
     sent = {kind: count * owned * row / hardware.rate(topology, kind) for kind, count in comm_volume.rows.items()}
     gathers = comm_volume.tp_rows * owned * row / hardware.rate(topology, "tp")
-    messages = comm_volume.collectives / 2 * hardware.message
+    messages = comm_volume.collectives / 2 * hardware.latency
     dispatches = times * sends * facts.moe_layers
     timing = Timing(
         dense=times * passes * _dense(facts, topology, job) / hardware.flops,
@@ -104,7 +104,7 @@ def _stage_timing(
         bytes=dispatches * comm_volume.bytes(owned, facts.hidden, job.itemsize) / 2,
         expert_efficiency=efficiency,
         tokens=times * tokens * topology.dp * topology.cp,
-        stage=stage,
+        pipeline_stage=pipeline_stage,
     )
     return replace(timing, bubble=(topology.pp - 1) / times * (timing.seconds - timing.data))
 
@@ -124,7 +124,7 @@ def _exchange(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardwar
     if topology.cp == 1:
         return 0.0
     entries = job.tokens(topology) * exchanged_width(facts, topology) * (topology.cp - 1) / topology.cp
-    return entries * job.itemsize / hardware.rate(topology, "cp") + EXCHANGES * hardware.message
+    return entries * job.itemsize / hardware.rate(topology, "cp") + EXCHANGES * hardware.latency
 
 
 def _neighbours(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware) -> float:
@@ -132,7 +132,7 @@ def _neighbours(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardw
     if topology.pp == 1:
         return 0.0
     row = job.tokens(topology) * facts.hidden * job.itemsize
-    return 2 * (row / hardware.rate(topology, "pp") + hardware.message)
+    return 2 * (row / hardware.rate(topology, "pp") + hardware.latency)
 
 
 def _experts(
@@ -159,7 +159,7 @@ def _up(size: float) -> int:
 
 
 def _attention(facts: ModelFacts, topology: Topology, job: Job, sends: int) -> float:
-    """Bytes AutoTP sends: an all-reduce for each split block, and the logits it gathers."""
+    """Bytes AutoTP sends: an all-reduce for each split decoder block, and the logits it gathers."""
     if topology.tp == 1:
         return 0.0
     part = (topology.tp - 1) / topology.tp
@@ -173,7 +173,7 @@ def _data(facts: ModelFacts, topology: Topology, job: Job, hardware: Hardware) -
 
     ZeRO 0 and 1 do each once in a step. ZeRO-2 reduces in each micro batch, and ZeRO-3 gathers twice in each besides.
     """
-    moves = {2: job.micro_batches + 1, 3: 3 * job.micro_batches}.get(job.stage, 2)
+    moves = {2: job.micro_batches + 1, 3: 3 * job.micro_batches}.get(job.zero_stage, 2)
     # Its gradients are all-reduced in fp32, its weights gathered in bf16.
     each = 2 * 4 + job.itemsize if adds_up_in_fp32(topology, job) else moves * job.itemsize
     dense_rate = min(hardware.rate(topology, "dp"), hardware.rate(topology, "cp"))

@@ -6,9 +6,12 @@ import itertools
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.pool import Launch, LaunchFailed, Pool
 
 
+@pytest.mark.full
 def test_launches_take_turns(tmp_path: Path) -> None:
     pool = Pool(sys.executable, tmp_path / "log")
     try:

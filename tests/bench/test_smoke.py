@@ -25,6 +25,7 @@ def test_a_run_writes_a_page_and_charts(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {"times.png", "wire.png", "groups.png"}
 
 
+@pytest.mark.full
 def test_the_node_script_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node.main(["--cpu", "--world", "1", "--rounds", "1", "--steps", "1", "--parts", "layers", "--out", str(tmp_path)])
     assert "One process" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_etp.checkpoint import api as checkpoints
-from ds_etp.checkpoint.format import Stored
+from ds_etp.checkpoint.format import StoredCheckpoint
 from tests.oracle import Recipe
 from tests.sharded import Layout, full_tensors, make_engine, weight
 
@@ -24,7 +24,7 @@ OTHER_SEED = 99
 
 @dataclass
 class Steps:
-    """What a few steps did, and what they left: weights and moments by `<kind>/<name>`."""
+    """What a few steps did, and what they left: weights and moments by `<state name>/<name>`."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ def go(engine: Any, recipe: Recipe, layout: Layout, first: int, count: int) -> S
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """Everything a checkpoint holds, assembled."""
-    with Stored.open(folder) as stored:
+    with StoredCheckpoint.open(folder) as stored:
         return {key: stored.read(key) for key in stored.index.tensors}
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_etp.checkpoint.format import Stored
+from ds_etp.checkpoint.format import StoredCheckpoint
 from ds_etp.errors import CheckpointError
 from ds_etp.parallel.consensus import all_gather_object
 from tests.checkpoint.runs import RECIPE, engine_for, go
@@ -75,7 +75,7 @@ def stock(folder: Path) -> None:
     (folder / "mp_rank_00_model_states.pt").write_bytes(b"")
 
 
-def drop_boxes(content: dict[str, Any]) -> None:
+def drop_chunks(content: dict[str, Any]) -> None:
     next(iter(content["tensors"].values()))["boxes"].pop()
 
 
@@ -93,7 +93,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no-index": (lambda folder: (folder / "index.json").unlink(), ["is incomplete", "no-index", "index.json"]),
     "half-index": (lambda folder: os.truncate(folder / "index.json", 900), ["index.json is damaged"]),
     "unreadable": (not_a_file, ["index.json cannot be read"]),
-    "lacks-a-box": (edited(drop_boxes), ["index.json is damaged", "entries"]),
+    "lacks-a-chunk": (edited(drop_chunks), ["index.json is damaged", "entries"]),
     "newer": (edited(lambda content: content.update(format=7, ds_etp="9.9")), ["index.json has format 7", "9.9"]),
     "stock": (stock, ["was written by DeepSpeed without ds_etp", "ds_etp.save_checkpoint"]),
     "not-a-folder": (file_instead_of_folder, ["is not a folder"]),
@@ -197,6 +197,6 @@ def test_full_disk(launcher: Launcher, small_disk: Path) -> None:
     assert "No space left on device" in again and "global_step1" in again
     assert files == ["rank00000.safetensors", "rank00001.safetensors"]
     assert (small_disk / "latest").read_text() == "global_step1"
-    with Stored.open(small_disk / "global_step1") as stored:
+    with StoredCheckpoint.open(small_disk / "global_step1") as stored:
         for name in stored.index.files:
             stored.check_file(name)

@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_etp.checkpoint import writer
-from ds_etp.checkpoint.format import Stored
+from ds_etp.checkpoint.format import StoredCheckpoint
 from ds_etp.errors import CheckpointError
 from tests.checkpoint.runs import OTHER_SEED, RECIPE, engine_for, go
 from tests.launcher import Launcher
@@ -130,7 +130,7 @@ def test_frozen(launcher: Launcher, tmp_path: Path) -> None:
     one, three = Layout(4, 2, 2, 1, 1), Layout(4, 2, 1, 4, 3)
     launcher.run(4, frozen, folder=str(tmp_path / "a"), layout=one, other=three, timeout=240)
     launcher.run(4, frozen, folder=str(tmp_path / "b"), layout=three, other=one, timeout=240)
-    with Stored.open(tmp_path / "a" / "trained") as stored:
+    with StoredCheckpoint.open(tmp_path / "a" / "trained") as stored:
         assert "fp32/model.layers.0.mlp.experts.down_proj" not in stored.index.tensors
         assert "fp32/model.layers.1.mlp.experts.down_proj" in stored.index.tensors
         assert "model.layers.0.mlp.experts.down_proj" in stored.index.extra["excluded"]
@@ -168,5 +168,5 @@ def test_every_box_once(launcher: Launcher, tmp_path: Path) -> None:
         assert single <= largest
         assert written <= 0.5 * 3 * 4 * parameters, "one rank writes more than its part"
     content = json.loads((tmp_path / "global_step1" / "index.json").read_text())
-    boxes = content["tensors"]["exp_avg/model.layers.0.mlp.experts.gate_up_proj"]["boxes"]
-    assert len(boxes) == 4, "gate and up, by two etp ranks"
+    chunks = content["tensors"]["exp_avg/model.layers.0.mlp.experts.gate_up_proj"]["boxes"]
+    assert len(chunks) == 4, "gate and up, by two etp ranks"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_etp.checkpoint import save, writer
-from ds_etp.checkpoint.format import INDEX, Stored
+from ds_etp.checkpoint.format import INDEX, StoredCheckpoint
 from ds_etp.errors import CheckpointError
 from tests.checkpoint.runs import RECIPE, engine_for, go, tensors_of
 from tests.launcher import CaseFailed, Launcher
@@ -41,8 +41,8 @@ def kill_at(module: Any, name: str, call: int, *, after: bool = False) -> None:
 POINTS: dict[str, tuple[tuple[Any, str, int, bool], int, tuple[int, ...]]] = {
     "one-rank-in-a-file": ((writer.TensorFile, "add", 9, False), 2, (1,)),
     "all-ranks-in-a-file": ((writer.TensorFile, "add", 9, False), 2, (0, 1)),
-    "before-the-index": ((save, "stage", 1, False), 1, (0,)),
-    "index-not-in-place": ((save, "stage", 1, True), 1, (0,)),
+    "before-the-index": ((save, "write_temporary", 1, False), 1, (0,)),
+    "index-not-in-place": ((save, "write_temporary", 1, True), 1, (0,)),
     "before-latest": ((save, "write_durably", 2, False), 1, (0,)),
 }
 # By then the new checkpoint is complete; `latest` alone still names the one before.
@@ -86,19 +86,19 @@ def test_kills(launcher: Launcher, tmp_path: Path) -> None:
         tensors = tensors_of(folder / "first")
         wanted = truth.setdefault(world, tensors)
         assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[key], wanted[key]) for key in wanted)
-        with Stored.open(folder / "first") as stored:
+        with StoredCheckpoint.open(folder / "first") as stored:
             for name in stored.index.files:
                 stored.check_file(name)
         if tag == "second":
             assert (folder / tag / INDEX).exists() == (point in COMPLETE)
             if point not in COMPLETE:
                 with pytest.raises(CheckpointError, match="is incomplete"):
-                    Stored.open(folder / tag)
+                    StoredCheckpoint.open(folder / tag)
     assert launcher.run(1, load_all, folders=folders) == [[1] * len(folders)]
     for folder_name in folders:
         # The save after the killed one takes its remains away.
         folder = Path(folder_name)
         assert (folder / "latest").read_text() == "second"
-        with Stored.open(folder / "second") as stored:
+        with StoredCheckpoint.open(folder / "second") as stored:
             left = {path.name for path in (folder / "second").iterdir()}
             assert left == {*stored.index.files, INDEX}

@@ -52,12 +52,21 @@ def assert_next_steps(
         assert error <= tensor, f"{key} is off by {error:.1e} of its largest entry"
 
 
+@pytest.mark.sample(
+    "tp2etp4ep2 on 8 to tp2etp2",
+    "etp2 to tp4ep2",
+    "tp2etp4 to etp2ep2",
+    "three ranks to tp2ep2",
+    "tp4etp2 to plain",
+    "plain ZeRO-3 to etp2",
+)
 @pytest.mark.parametrize("name", PAIRS)
 def test_next_steps(launcher: Launcher, tmp_path: Path, name: str) -> None:
     before, after = PAIRS[name]
     assert_next_steps(launcher, tmp_path, before, after)
 
 
+@pytest.mark.sample("gpt_oss", "longcat_flash")
 @pytest.mark.parametrize("family", KINDS)
 def test_every_kind_of_layout(launcher: Launcher, tmp_path: Path, family: str) -> None:
     """Interleaved and transposed weights, biases that one rank adds, rows of experts without weights."""

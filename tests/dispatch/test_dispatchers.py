@@ -82,6 +82,17 @@ def check_plans(sizes: tuple[int, int, int]) -> None:
                     assert error <= TOLERANCE, f"{name}, {case}: {kind} is off by {error:.1e}"
 
 
+@pytest.mark.sample(
+    "(1, 1, 1, 1)",
+    "(2, 1, 2, 1)",
+    "(4, 4, 2, 2)",
+    "(4, 4, 1, 2)",
+    "(4, 2, 2, 2)",
+    "(4, 2, 1, 4)",
+    "(4, 1, 2, 2)",
+    "(6, 3, 2, 1)",
+    "(8, 2, 2, 4)",
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_plan(launcher: Launcher, layout: tuple[int, int, int, int]) -> None:
     world, *sizes = layout
@@ -114,6 +125,7 @@ def check_identity(sizes: tuple[int, int, int]) -> None:
                 assert torch.equal(back_weights, torch.full_like(back_weights, etp))
 
 
+@pytest.mark.sample("(4, 2, 2, 2)", "(4, 1, 2, 2)")
 @pytest.mark.parametrize("layout", [(2, 1, 2, 1), (4, 2, 2, 2), (4, 1, 2, 2), (4, 4, 2, 2), (8, 4, 4, 2)], ids=str)
 def test_dispatch_and_combine_are_transposes(launcher: Launcher, layout: tuple[int, int, int, int]) -> None:
     world, *sizes = layout

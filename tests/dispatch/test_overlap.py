@@ -120,6 +120,7 @@ def test_blocks_of_another_kind_are_named(launcher: Launcher) -> None:
     assert warnings[0].startswith("overlap has no effect on model.layers.0.mlp.experts (2 in all): its block calls no")
 
 
+@pytest.mark.sample("alltoall_etp_first-(1, 2, 2)-3-True", "replicated-(2, 2, 1)-1-False")
 @pytest.mark.parametrize(
     ("dispatcher", "split", "stage", "back"),
     [

@@ -68,6 +68,7 @@ def recorded(launcher: Launcher) -> Callable[[Topology], list[dict[int, Any]]]:
     return cache(lambda topology: launcher.run(topology.world, rows_of_every_k, topology=topology))
 
 
+@pytest.mark.sample("2-(4, 2, 2)", "2-(1, 2, 2)", "2-(2, 2, 4)", "8-(4, 2, 2)", "8-(1, 2, 2)", "8-(2, 2, 4)")
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("per_token", PER_TOKEN)
 def test_recorded_rows_equal_the_formula(

@@ -29,6 +29,7 @@ def held_bytes(layout: Layout) -> dict[str, int]:
     return {"held": held}
 
 
+@pytest.mark.sample(0, 2, 5, 6)
 @pytest.mark.parametrize(
     ("layout", "share"),
     [

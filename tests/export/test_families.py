@@ -44,6 +44,15 @@ def save(recipe: Recipe, layout: Layout, folder: str) -> dict[str, Any] | None:
     return state
 
 
+@pytest.mark.sample(
+    "1-mixtral-model.layers.1.block_sparse_moe.experts.3.w2.weight",
+    "3-granitemoe-model.layers.1.block_sparse_moe.output_linear.weight",
+    "1-gpt_oss-model.layers.1.mlp.experts.down_proj_bias",
+    "3-aria_text-model.layers.1.mlp.experts.fc2.weight",
+    "1-nemotron_h-backbone.layers.1.mixer.experts.3.down_proj.weight",
+    "3-llama4_text-model.layers.1.feed_forward.experts.down_proj",
+    "3-longcat_flash-model.layers.0.mlp.experts.3.down_proj.weight",
+)
 @pytest.mark.parametrize(
     ("family", "hub_name"),
     [
@@ -96,6 +105,7 @@ def save_in_bf16(recipe: Recipe, layout: Layout, folder: str) -> dict[str, torch
     return run.weights
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_master_weights(launcher: Launcher, tmp_path: Path, stage: int) -> None:
     layout = Layout(LAYOUT.world, LAYOUT.tp, LAYOUT.etp, LAYOUT.ep, stage=stage, dtype="bf16")

@@ -74,6 +74,7 @@ def save_before_and_after(recipe: Recipe, layout: Layout, folder: str) -> Any:
     return returned, run.weights
 
 
+@pytest.mark.sample("tp1-etp2-ep1-0", "tp2-etp2-ep2-1", "tp2-etp4-ep1-2", "tp4-etp2-ep1-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp}-etp{layout.etp}-ep{layout.ep}")
 def test_every_layout_and_stage(launcher: Launcher, tmp_path: Path, layout: Layout, stage: int) -> None:

@@ -106,7 +106,7 @@ def _words(module: nn.Module, layout: ExpertsLayout) -> Iterator[str]:
     if up is None:
         yield "no gate"
     else:
-        yield "gate and up concatenated" if up.parts == 2 else "gate and up interleaved"
+        yield "gate and up concatenated" if up.fused_chunks == 2 else "gate and up interleaved"
     if columns.dim == 2:
         yield "transposed"
     if any(name.endswith("_bias") for name in layout.parameters):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.families.discover import families
 from tests.families.table import DOCUMENT, NOTES, document, rows
-from tests.families.test_training import REFUSED
+from tests.families.test_training import REFUSED, SAMPLE
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -32,3 +32,9 @@ def test_every_family_has_a_line_of_its_own() -> None:
     assert [row.family for row in rows()] == list(families())
     assert all("|" not in cell for row in rows() for cell in row.cells())
     assert set(NOTES) <= {family.name for family in families()}
+
+
+def test_make_test_trains_every_layout() -> None:
+    """The training tests of `make test` take one family of each layout; those of `make test-full` take all."""
+    layouts = {row.family.name: row.layout for row in rows() if not row.refusal}
+    assert {layouts[name] for name in SAMPLE if name in layouts} == set(layouts.values())

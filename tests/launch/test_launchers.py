@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,39 +128,55 @@ def commands(config: Path, *flags: str) -> dict[str, list[str]]:
         "module": deepspeed_launcher("--module", "ds_etp", *arguments),
         "register": deepspeed_launcher(*arguments, "--register"),
         "torchrun": torchrun("-m", "ds_etp", *arguments),
+        # The launcher starts processes of its own on a script that knows nothing of ds_etp.
+        "environment": [str(BIN / "ds-etp"), "run", "--", *torchrun(*arguments)],
     }
 
 
-WAYS = ["module", "register", "torchrun"]
+WAYS = ["module", "register", "torchrun", "environment"]
 
 
 @pytest.fixture(scope="module")
-def results(config: Path) -> dict[str, dict[str, Any]]:
-    """What the script printed under each launcher."""
-    found = {}
-    for way in WAYS:
+def results(config: Path) -> Callable[[str], dict[str, Any]]:
+    """What the script printed under a launcher; each is started once."""
+
+    @cache
+    def result(way: str) -> dict[str, Any]:
         code, output = launch(commands(config)[way])
         lines = [line for line in output.splitlines() if line.startswith('{"losses"')]
         assert (code, len(lines)) == (0, 1), f"{way}:\n{output[-4000:]}"
-        found[way] = json.loads(lines[0])
-    return found
+        found: dict[str, Any] = json.loads(lines[0])
+        return found
+
+    return result
 
 
+@pytest.mark.sample("module", "environment")
 @pytest.mark.parametrize("way", WAYS)
-def test_the_script_trains_sharded(results: dict[str, dict[str, Any]], unsharded: list[float], way: str) -> None:
+def test_the_script_trains_sharded(results: Callable[[str], dict[str, Any]], unsharded: list[float], way: str) -> None:
     # [E, H, I]: I is 16, and this rank has half of it.
-    assert results[way]["down_proj"] == [4, 32, 8]
+    assert results(way)["down_proj"] == [4, 32, 8]
     # fp32: the same sums in another order.
-    assert results[way]["losses"] == pytest.approx(unsharded, rel=1e-6)
+    assert results(way)["losses"] == pytest.approx(unsharded, rel=1e-6)
 
 
-def test_the_ways_to_start_it_are_the_same(results: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.full
+def test_the_ways_to_start_it_are_the_same(results: Callable[[str], dict[str, Any]]) -> None:
     # To the bit: the same program on the same data, and a sum of two numbers has one order.
-    assert results["module"] == results["register"] == results["torchrun"]
+    assert all(results(way) == results("module") for way in WAYS)
+
+
+def test_a_block_that_nobody_reads_is_told_of(config: Path) -> None:
+    """Installed, but neither asked for nor registered: experts stay whole, and the log says so, once."""
+    code, output = launch(torchrun(str(SCRIPT), "--deepspeed", str(config)))
+    result = json.loads(next(line for line in output.splitlines() if line.startswith('{"losses"')))
+    assert (code, result["down_proj"]) == (0, [4, 32, 16])
+    assert output.count("block that nobody reads: experts are NOT split") == 1
+    assert "DS_ETP=1" in output and "ds-etp run" in output
 
 
 def test_a_rank_that_raises_ends_the_job(config: Path) -> None:
-    code, output = launch(commands(config, "--fail-on-rank", "1")["module"])
+    code, output = launch(commands(config, "--fail-on-rank", "1")["torchrun"])
     assert code != 0
     assert "RuntimeError: no more data on rank 1" in output, output[-4000:]
     assert '{"losses"' not in output, "the other rank went on"

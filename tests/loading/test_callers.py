@@ -37,6 +37,7 @@ def train_with_trainer(folder: str, job: Job, layout: Layout) -> Outcome | None:
         forget_host_state()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [Layout(2, tp=2, etp=2), Layout(2, etp=2, stage=3)], ids=str)
 def test_trainer(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     job = Job()
@@ -58,6 +59,7 @@ def train_adapters(folder: str, recipe: LoraRecipe, layout: Layout) -> Run | Non
     return result if dist.get_rank() == 0 else None
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("layout", [Layout(4, tp=2, etp=4), Layout(4, etp=2, stage=3)], ids=str)
 def test_adapters(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     recipe = replace(BOTH, dp=layout.dp, steps=2)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_etp.checkpoint.chunks import Chunk
-from ds_etp.loading.lazy import FileTensor, LazyTensor, whole
+from ds_etp.loading.lazy import LazyTensor
+from ds_etp.loading.nodes import FileTensor, materialize
 
 Build = Callable[[list[Tensor]], Tensor]
 BUILDS: dict[str, Build] = {  # of four tensors [3, 5]
@@ -38,7 +39,7 @@ def test_any_block(name: str) -> None:
     assert isinstance(made, LazyTensor)  # no data was touched
     assert made.shape == wanted.shape
     assert made.dtype == wanted.dtype
-    assert torch.equal(whole(made.node), wanted)
+    assert torch.equal(materialize(made.node), wanted)
     for _ in range(20):
         start = tuple(int(torch.randint(size, (), generator=generator)) for size in wanted.shape)
         size = tuple(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ds_etp
 from ds_etp.errors import CheckpointError, ConfigError
-from ds_etp.loading.lazy import FileTensor
+from ds_etp.loading.nodes import FileTensor
 from tests.launcher import Launcher
 from tests.loading.test_weights import engine_of, plainly
 from tests.models import make_batch
@@ -141,7 +141,7 @@ def unreadable(folder: str, layout: Layout) -> str:
     config = ds_config(Recipe(), layout)
     model = ds_etp.from_pretrained(folder, config, experts_implementation="eager")
     if dist.get_rank() == 1:
-        vars(model.model.layers[1].mlp.experts)["ds_etp_unread"].nodes["down_proj"] = FileTensor(torch.zeros(3))
+        vars(model.model.layers[1].mlp.experts)["ds_etp_deferred"].nodes["down_proj"] = FileTensor(torch.zeros(3))
     with pytest.raises(CheckpointError) as raised:
         engine_of(model, config)
     return str(raised.value)

@@ -54,6 +54,9 @@ def plainly(folder: str, config: dict[str, Any], **arguments: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **arguments)
 
 
+@pytest.mark.sample(
+    "mixtral-layouts1", "granitemoe-layouts3", "gpt_oss-layouts4", "llama4_text-layouts5", "longcat_flash-layouts7"
+)
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
@@ -103,6 +106,7 @@ def trained(folder: str, recipe: Recipe, layout: Layout, keep_alive: bool) -> An
     return run if dist.get_rank() == 0 else None
 
 
+@pytest.mark.sample(2, 3)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

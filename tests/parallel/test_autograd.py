@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_etp.dispatch.permute import permute, unpermute
+from ds_etp.dispatch.segments import Segments
 from ds_etp.parallel import autograd as c
 from ds_etp.parallel import collectives as rows
 from ds_etp.parallel.collectives import balanced_splits
@@ -26,7 +27,16 @@ from tests.launcher import Launcher
 
 WIDTH = 3
 # Ops that sum, in one direction.
-REDUCING = ("gather", "reduce_scatter", "share", "unshare", "copy", "all_reduce", "pick", "put")
+REDUCING = (
+    "all_gather",
+    "reduce_scatter",
+    "slice_replicated",
+    "reduce_scatter_all_gather",
+    "copy_to_group",
+    "reduce_from_group",
+    "permute",
+    "unpermute",
+)
 
 
 @dataclass(frozen=True)
@@ -124,12 +134,15 @@ def _rows_of(axis: Axis, total: int, place: int) -> Tensor:
 
 def _pick(axis: Axis, total: int, tensor: Tensor, **options: Any) -> tuple[Tensor, ...]:
     row = _rows_of(axis, total, axis.peers.index)
-    x, weights = permute(axis.peers, row, torch.zeros_like(row), tensor[:, 1:], tensor[:, :1], **options)
+    x, weights = permute(
+        axis.peers, Segments.of(row, total), row, torch.zeros_like(row), tensor[:, 1:], tensor[:, :1], **options
+    )
     return (torch.cat([weights, x], 1),)
 
 
 def _put(axis: Axis, total: int, tensor: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (unpermute(axis.peers, _rows_of(axis, total, axis.peers.index), total, tensor, **options),)
+    row = _rows_of(axis, total, axis.peers.index)
+    return (unpermute(axis.peers, Segments.of(row, total), row, tensor, **options).to(tensor.dtype),)
 
 
 def _put_plainly(axis: Axis, total: int, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -138,7 +151,7 @@ def _put_plainly(axis: Axis, total: int, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 OPS: dict[str, Op] = {
-    "split": Op(
+    "scatter_to_tp": Op(
         one_in=True,
         one_out=False,
         several=True,
@@ -147,7 +160,7 @@ OPS: dict[str, Op] = {
         call=lambda axis, total, *tensors, **_: c.scatter_to_tp(axis.peers, *tensors),
         plain=lambda axis, total, xs: _cut(axis, xs[0]),
     ),
-    "unsplit": Op(
+    "gather_from_tp": Op(
         one_in=False,
         one_out=True,
         several=False,
@@ -156,7 +169,7 @@ OPS: dict[str, Op] = {
         call=lambda axis, total, tensor, **_: (c.gather_from_tp(axis.peers, total, tensor),),
         plain=lambda axis, total, xs: [torch.cat(list(xs))] * axis.size,
     ),
-    "gather": Op(
+    "all_gather": Op(
         one_in=False,
         one_out=False,
         several=True,
@@ -174,7 +187,7 @@ OPS: dict[str, Op] = {
         call=lambda axis, sizes, tensor, **options: (c.reduce_scatter(axis.peers, sizes, tensor, **options),),
         plain=lambda axis, sizes, xs: list(torch.stack(list(xs)).sum(0).split(list(sizes))),
     ),
-    "share": Op(
+    "slice_replicated": Op(
         one_in=True,
         one_out=False,
         several=True,
@@ -183,7 +196,7 @@ OPS: dict[str, Op] = {
         call=lambda axis, total, *tensors, **options: c.slice_replicated(axis.peers, axis.block, *tensors, **options),
         plain=lambda axis, total, xs: _shared(axis, xs[0]),
     ),
-    "unshare": Op(
+    "reduce_scatter_all_gather": Op(
         one_in=False,
         one_out=True,
         several=False,
@@ -194,7 +207,7 @@ OPS: dict[str, Op] = {
         ),
         plain=_unshared,
     ),
-    "copy": Op(
+    "copy_to_group": Op(
         one_in=True,
         one_out=False,
         several=True,
@@ -203,7 +216,7 @@ OPS: dict[str, Op] = {
         call=lambda axis, total, *tensors, **options: c.copy_to_group(axis.peers, *tensors, **options),
         plain=lambda axis, total, xs: [xs[0]] * axis.size,
     ),
-    "all_reduce": Op(
+    "reduce_from_group": Op(
         one_in=False,
         one_out=True,
         several=False,
@@ -212,7 +225,7 @@ OPS: dict[str, Op] = {
         call=lambda axis, total, tensor, **options: (c.reduce_from_group(axis.peers, tensor, **options),),
         plain=lambda axis, total, xs: [torch.stack(list(xs)).sum(0)] * axis.size,
     ),
-    "pick": Op(
+    "permute": Op(
         one_in=True,
         one_out=False,
         several=False,
@@ -221,7 +234,7 @@ OPS: dict[str, Op] = {
         call=_pick,
         plain=lambda axis, total, xs: [xs[0][_rows_of(axis, total, place)] for place in range(axis.size)],
     ),
-    "put": Op(
+    "unpermute": Op(
         one_in=False,
         one_out=True,
         several=False,
@@ -284,7 +297,7 @@ def check_all_values(groups: list[list[int]]) -> None:
     size = len(groups[0])
     for block in [block for block in range(1, size + 1) if size % block == 0]:
         axis = make_axis(groups, block)
-        for name in OPS if block == 1 else ["share", "unshare"]:
+        for name in OPS if block == 1 else ["slice_replicated", "reduce_scatter_all_gather"]:
             check_values(name, axis)
 
 
@@ -371,11 +384,12 @@ def check_pairs_of_one_row() -> None:
     """A row that a rank picks for two of its experts, with a weight of each, in mixed dtypes."""
     axis = make_axis([list(range(dist.get_world_size()))])
     row, place = torch.tensor([0, 0, 2]), torch.tensor([0, 1, 1])
+    by_row = Segments.of(row, 3)
     x, weights = numbers(3, 0, torch.bfloat16).requires_grad_(), numbers(3, 1, torch.float32, width=2).requires_grad_()
-    rows, own = permute(axis.peers, row, place, x, weights)
+    rows, own = permute(axis.peers, by_row, row, place, x, weights)
     assert torch.equal(rows, x[row])
     assert torch.equal(own, weights[row, place, None])
-    unpermute(axis.peers, row, 3, rows * own).sum().backward()
+    unpermute(axis.peers, by_row, row, rows * own).sum().backward()
     grads = torch.autograd.grad((x[row] * weights[row, place, None]).sum(), (x, weights))
     for tensor, grad in zip((x, weights), grads, strict=True):
         assert tensor.grad.dtype == tensor.dtype
@@ -458,7 +472,12 @@ def reduce_errors(name: str, axis: Axis) -> tuple[float, float]:
         assert out.dtype == torch.bfloat16
         out.backward(ys[place])
         assert x.grad.dtype == torch.bfloat16
-        if name in ("all_reduce", "reduce_scatter", "unshare", "put"):  # sums on the way there
+        if name in (
+            "reduce_from_group",
+            "reduce_scatter",
+            "reduce_scatter_all_gather",
+            "unpermute",
+        ):  # sums on the way there
             errors.append((out.double() - outs[place]).abs().mean().item())
         else:
             errors.append((x.grad.double() - exact[0 if op.one_in else place].grad).abs().mean().item())
@@ -476,6 +495,7 @@ def test_transpose(launcher: Launcher, world: int, groups: list[list[int]]) -> N
     launcher.run(world, check_all_values, groups=groups)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_several_tensors_at_once(launcher: Launcher, world: int) -> None:
     launcher.run(world, check_several_of_all, block=2 if world == 4 else 1)
@@ -530,7 +550,15 @@ def test_no_gradient_no_backward_message(launcher: Launcher) -> None:
         assert {name: backward for name, (_, backward) in counts.items()} == dict.fromkeys(OPS, 0)
         # And the counter does count: these are the ops that send something forward.
         sending = {name for name, (forward, _) in counts.items() if forward}
-        assert sending == {"unsplit", "gather", "reduce_scatter", "unshare", "all_reduce", "put", "all_to_all"}
+        assert sending == {
+            "gather_from_tp",
+            "all_gather",
+            "reduce_scatter",
+            "reduce_scatter_all_gather",
+            "reduce_from_group",
+            "unpermute",
+            "all_to_all",
+        }
 
 
 def test_reducing_in_float32_is_closer(launcher: Launcher) -> None:

@@ -28,7 +28,12 @@ HOST_TABLES = (
     "_EXPERT_PARALLEL_GROUP_RANKS",
     "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
 )
-EVERY_METHOD = ("_do_sanity_check", "_configure_tensor_parallel", "_configure_distributed_model")
+EVERY_METHOD = (
+    "_do_sanity_check",
+    "_configure_tensor_parallel",
+    "_configure_distributed_model",
+    "_configure_optimizer",
+)
 
 
 # In the workers
@@ -287,6 +292,7 @@ def test_a_name_taken_for_other_ranks(launcher: Launcher, refuse: Callable[[], s
     assert "which a DeepSpeed MoE layer or another engine of this process has" in texts[0]
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_engines_side_by_side(launcher: Launcher, stage: int) -> None:
     recipes = [Recipe(seed=seed, dp=2, steps=4) for seed in (7, 8)]

@@ -46,6 +46,16 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(
+    "('replicated', (4, 1, 4))-one token",
+    "('allgather', (2, 1, 4))-one expert a token",
+    "('allgather', (1, 2, 2))-all to one expert",
+    "('alltoall', (1, 2, 2))-one token",
+    "('alltoall', (2, 2, 2))-all to one expert",
+    "('alltoall', (4, 1, 2))-uneven",
+    "('alltoall_etp_first', (2, 4, 1))-one expert a token",
+    "('alltoall_etp_first', (4, 2, 2))-one token",
+)
 @pytest.mark.parametrize(("place", "case"), CASES, ids=str)
 def test_every_plan(launcher: Launcher, place: tuple[str, tuple[int, int, int]], case: str) -> None:
     """ZeRO stages take turns over the cases: dispatchers know nothing of them."""
@@ -60,6 +70,7 @@ def test_every_plan(launcher: Launcher, place: tuple[str, tuple[int, int, int]],
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.sample("alltoall-qwen3_moe")
 @pytest.mark.compat  # transformers' grouped forward, and the parts of it that sorted rows run, change between releases
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "alltoall_etp_first"])
@@ -71,6 +82,7 @@ def test_grouped_mm(launcher: Launcher, dispatcher: str, family: str) -> None:
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.sample("(2, 4, 1)")
 @pytest.mark.parametrize("split", [(1, 2, 2), (2, 4, 1)], ids=str)
 def test_equal_batches(launcher: Launcher, split: tuple[int, int, int]) -> None:
     """Without an exchange of sizes."""

@@ -21,6 +21,7 @@ TOLERANCES = {"longcat_flash": 3e-5}
 SPLITS = [(1, 4, 1, 3), (1, 1, 2, 2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "split"), [*itertools.product(KINDS, SPLITS)])
 def test_four_ranks(launcher: Launcher, family: str, split: tuple[int, int, int, int]) -> None:
     tp, etp, ep, stage = split
@@ -42,6 +43,7 @@ def bias_gradients(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample("split0", "split2")
 @pytest.mark.parametrize("split", [(1, 2, 2), (2, 2, 1), (4, 2, 1)])
 def test_gpt_oss_bias_counts_once(launcher: Launcher, split: tuple[int, int, int]) -> None:
     """Every etp rank holds the bias of a down projection; rank 0 has all of its gradient, the others none."""

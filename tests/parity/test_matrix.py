@@ -27,12 +27,12 @@ def _cases() -> list[Any]:
     for stage, split in itertools.product((0, 1, 2, 3), SPLITS):
         optimizers = ("sgd", "adamw") if stage % 2 == 0 else ("adamw", "sgd")
         combinations = list(zip(("mixtral", "qwen3_moe"), optimizers, strict=True))
-        uses_sentinels = [pytest.mark.compat] if (stage, split) in CORNER_CASES else []
-        if not uses_sentinels:  # they take turns: a split meets both families under both optimizers
+        marks = [pytest.mark.compat] if (stage, split) in CORNER_CASES else []
+        if not marks:  # they take turns: a split meets both families under both optimizers
             combinations = [combinations[(stage // 2 + SPLITS.index(split)) % 2]]
         for family, optimizer in combinations:
             label = f"{stage}-{'x'.join(map(str, split))}-{family}-{optimizer}"
-            cases.append(pytest.param(stage, split, family, optimizer, id=label, uses_sentinels=uses_sentinels))
+            cases.append(pytest.param(stage, split, family, optimizer, id=label, marks=marks))
     return cases
 
 
@@ -42,6 +42,7 @@ def host_sums_norms_over_heads() -> bool:
     return style in SUPPORTED_STYLES and style in Qwen3MoeConfig.base_model_tp_plan.values()
 
 
+@pytest.mark.sample("2-2x2x1-mixtral-sgd")
 @pytest.mark.parametrize(("stage", "split", "family", "optimizer"), _cases())
 def test_four_ranks(launcher: Launcher, stage: int, split: tuple[int, int, int], family: str, optimizer: str) -> None:
     """Every stage and split; families and optimizers take turns, but for the corners' cases."""

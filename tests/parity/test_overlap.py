@@ -12,6 +12,7 @@ from tests.sharded import Layout, train, with_options
 from tests.tolerances import assert_equal_runs, assert_same_bits
 
 
+@pytest.mark.sample("alltoall", "alltoall_etp_first", "unshare")
 @pytest.mark.parametrize(
     ("dispatcher", "split", "stage", "recipe", "options"),
     [

@@ -28,6 +28,7 @@ def train_own(recipe: Recipe, layout: Layout) -> Run | None:
     return train(recipe, layout)
 
 
+@pytest.mark.sample("split1", "split3")
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_registered_class(launcher: Launcher, split: tuple[int, int, int, int]) -> None:
     """Interleaved gate and up, a bias that is added once, and a calling convention of its own."""
@@ -52,6 +53,7 @@ def forget_and_train(recipe: Recipe, layout: Layout) -> Run | None:
     return train(recipe, layout)
 
 
+@pytest.mark.sample("split2")
 @pytest.mark.parametrize("split", SPLITS)
 def test_fused_lists_train_as_the_family_does(launcher: Launcher, split: tuple[int, int, int, int]) -> None:
     tp, etp, ep, stage = split

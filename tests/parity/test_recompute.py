@@ -12,10 +12,11 @@ from ds_etp.planner.memory import Job, activations
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.planner.test_real_activations import LENGTH, ROWS, kept_bytes, recipe_of
-from tests.sharded import Layout, train, with_options
+from tests.sharded import Layout, make_engine, train, with_options
 from tests.tolerances import assert_same_bits
 
 
+@pytest.mark.sample("alltoall_etp_first", "allgather")
 @pytest.mark.parametrize(
     ("dispatcher", "split", "stage", "recipe", "options"),
     [
@@ -42,6 +43,28 @@ def test_not_a_bit_differs(
         for on in (False, True)
     )
     assert_same_bits(kept, again)
+
+
+def replaced_while_forward_runs(recipe: Recipe, layout: Layout) -> str:
+    """What backward says where something other than an adapter changes weights for the duration of forward."""
+    engine = make_engine(recipe, layout)
+    experts = engine.module.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda module, _: vars(module).update(down_proj=2 * module.down_proj))
+    experts.register_forward_hook(lambda module, *_: vars(module).__delitem__("down_proj"))
+    try:
+        engine.backward(recipe.compute_loss(engine, recipe.batch(0, 0, 0)))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_weights_that_only_forward_had(launcher: Launcher) -> None:
+    """Without this, the experts would run again on others, and gradients would be wrong in silence."""
+    layout = with_options(Layout(1, stage=0), recompute=True)
+    (said,) = launcher.run(1, replaced_while_forward_runs, recipe=Recipe(), layout=layout)
+    assert said.startswith("model.layers.0.mlp.experts has other weights in backward than it had in forward"), said
 
 
 def test_what_is_not_kept(launcher: Launcher) -> None:

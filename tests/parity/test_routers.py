@@ -50,6 +50,7 @@ def four_ranks(split: tuple[int, int, int], stage: int) -> Layout:
     return Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage)
 
 
+@pytest.mark.sample("mixtral-(4, 2, 1)-3", "qwen3_moe-(1, 2, 2)-1", "olmoe-(1, 2, 1)-1")
 @pytest.mark.parametrize(
     ("family", "split", "stage"),
     [
@@ -77,6 +78,7 @@ def test_auxiliary_loss_and_logits(launcher: Launcher, family: str, split: tuple
     check(launcher, recipe, layout)
 
 
+@pytest.mark.sample("deepseek_v3-(2, 2, 1)-3", "glm4_moe-(1, 2, 2)-1")
 @pytest.mark.parametrize(
     ("family", "split", "stage"),
     [
@@ -100,6 +102,7 @@ def test_score_correction_and_groups(launcher: Launcher, family: str, split: tup
     check(launcher, recipe, layout)
 
 
+@pytest.mark.sample("(1, 2, 2)-1")
 @pytest.mark.parametrize(("split", "stage"), [((1, 2, 1), 3), ((1, 2, 2), 1), ((1, 1, 4), 3)], ids=str)
 def test_group_limited_greedy(launcher: Launcher, split: tuple[int, int, int], stage: int) -> None:
     """DeepSeek-V2's choice by the best expert of each group."""
@@ -133,6 +136,7 @@ def test_ranks_that_use_different_numbers_of_experts(
     check(launcher, recipe, four_ranks(split, 3))
 
 
+@pytest.mark.sample("(2, 2, 2)-2-plain", "(2, 4, 1)-0-")
 @pytest.mark.parametrize(
     ("split", "stage", "checkpointing"),
     [
@@ -178,6 +182,7 @@ def first_step_of_different_noise(layout: Layout) -> str:
     return str(error.value)
 
 
+@pytest.mark.sample("(2, 2, 2)", "(2, 4, 1)")
 @pytest.mark.parametrize("split", [(2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)], ids=str)
 def test_different_noise_on_tensor_parallel_peers(launcher: Launcher, split: tuple[int, int, int]) -> None:
     """Stopped before the first update: by the gradients, or in forward by a dispatcher that sees it."""

@@ -20,6 +20,7 @@ def check(launcher: Launcher, recipe: Recipe, layout: Layout) -> None:
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "split"), [(1, (1, 2, 1)), (3, (2, 2, 1)), (1, (2, 1, 2)), (3, (4, 2, 1))], ids=str)
 def test_forced_alltoall(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
     """The general dispatcher also where `auto` would take the replicated one."""
@@ -28,6 +29,7 @@ def test_forced_alltoall(launcher: Launcher, stage: int, split: tuple[int, int, 
     check(launcher, Recipe(dp=layout.dp), layout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("split", [(2, 2, 1), (1, 2, 2)], ids=str)
 def test_experts_implementations(launcher: Launcher, implementation: str, split: tuple[int, int, int]) -> None:
@@ -48,11 +50,13 @@ def test_shared_experts(launcher: Launcher) -> None:
     check(launcher, Recipe(family="qwen2_moe", dp=2), Layout(world=4, tp=2, etp=2, ep=2, stage=2))
 
 
+@pytest.mark.full
 def test_family_whose_attention_autotp_refuses(launcher: Launcher) -> None:
     """AutoTP knows no `rowwise_split_input`, which OLMoE's attention asks for: experts split without tp."""
     check(launcher, Recipe(family="olmoe", dp=4), Layout(world=4, etp=2, ep=2, stage=2))
 
 
+@pytest.mark.sample("1", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_with_uneven_batches(launcher: Launcher, stage: int) -> None:
     """Two micro batches a step; ranks of one expert group hold sequences of different length."""
@@ -60,12 +64,14 @@ def test_accumulation_with_uneven_batches(launcher: Launcher, stage: int) -> Non
     check(launcher, recipe, Layout(world=4, etp=2, ep=2, stage=stage))
 
 
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_clipping(launcher: Launcher, stage: int) -> None:
     """The true norm is reported without clipping too."""
     check(launcher, Recipe(dp=2, clip=0.0, steps=2), Layout(world=4, tp=2, etp=4, stage=stage))
 
 
+@pytest.mark.sample("2-sgd", "3-adamw")
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "adamw"), (2, "sgd"), (3, "adamw"), (3, "sgd")])
 def test_optimizer_offload(launcher: Launcher, stage: int, optimizer: str) -> None:
     """Optimizer states and master weights on the host. Stages 1 and 2, one class, share the optimizers."""
@@ -74,6 +80,7 @@ def test_optimizer_offload(launcher: Launcher, stage: int, optimizer: str) -> No
     check(launcher, Recipe(dp=2, optimizer=optimizer), layout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "checkpointing"), [(1, "reentrant"), (2, "plain"), (3, "reentrant"), (3, "plain")])
 def test_activation_checkpointing(launcher: Launcher, stage: int, checkpointing: str) -> None:
     """Recomputation runs the dispatch again, in the same order on every rank. Both kinds where weights come and go."""
@@ -81,6 +88,7 @@ def test_activation_checkpointing(launcher: Launcher, stage: int, checkpointing:
     check(launcher, recipe, Layout(world=4, tp=2, etp=2, ep=2, stage=stage))
 
 
+@pytest.mark.sample("2-(1, 1, 4)", "3-(2, 2, 2)")
 @pytest.mark.parametrize(
     ("stage", "split"),
     [
@@ -98,6 +106,7 @@ def test_experts_nobody_picks(launcher: Launcher, stage: int, split: tuple[int, 
     check(launcher, Recipe(dp=layout.dp, pinned=(0, 1)), layout)
 
 
+@pytest.mark.sample("reentrant")
 @pytest.mark.parametrize("checkpointing", ["reentrant", "plain"])
 def test_experts_nobody_picks_recomputed(launcher: Launcher, checkpointing: str) -> None:
     """Ranks without tokens take part in the recomputation's messages too."""
@@ -105,6 +114,7 @@ def test_experts_nobody_picks_recomputed(launcher: Launcher, checkpointing: str)
     check(launcher, recipe, Layout(world=4, etp=2, ep=2, stage=2))
 
 
+@pytest.mark.sample("0-(1, 2, 2)", "3-(4, 1, 2)")
 @pytest.mark.parametrize(
     ("stage", "split"),
     [(0, (1, 2, 2)), (3, (2, 2, 1)), (0, (4, 2, 1)), (3, (4, 1, 2)), (1, (2, 4, 1)), (2, (2, 2, 2))],
@@ -118,6 +128,7 @@ def test_one_token(launcher: Launcher, stage: int, split: tuple[int, int, int]) 
     check(launcher, recipe, layout)
 
 
+@pytest.mark.sample("(8, 2, 1)-3", "(2, 4, 2)-2")
 @pytest.mark.parametrize(
     ("split", "stage"),
     [((2, 4, 1), 1), ((4, 2, 2), 2), ((2, 2, 2), 3), ((8, 2, 1), 1), ((8, 2, 1), 3), ((1, 4, 2), 0), ((2, 4, 2), 2)],
@@ -131,6 +142,7 @@ def test_eight_ranks(launcher: Launcher, split: tuple[int, int, int], stage: int
     check(launcher, Recipe(dp=layout.dp, changes=changes, optimizer="adamw"), layout)
 
 
+@pytest.mark.sample("(1, 2, 2)-adamw", "(2, 4, 1)-sgd")
 @pytest.mark.parametrize(
     ("split", "optimizer"),
     [*zip([(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1)], ["sgd", "adamw"] * 3, strict=True)],
@@ -143,6 +155,7 @@ def test_zero_init(launcher: Launcher, split: tuple[int, int, int], optimizer: s
     check(launcher, Recipe(dp=layout.dp, optimizer=optimizer), layout)
 
 
+@pytest.mark.sample("0-dense", "2-dense", "3-experts")
 @pytest.mark.parametrize(
     ("stage", "frozen"),
     [(0, "experts"), (0, "dense"), (1, "experts"), (2, "dense"), (3, "experts"), (3, "dense")],
@@ -153,6 +166,7 @@ def test_frozen(launcher: Launcher, stage: int, frozen: str) -> None:
     check(launcher, Recipe(dp=2, frozen=frozen, optimizer="adamw"), layout)
 
 
+@pytest.mark.sample(0, 3)
 @pytest.mark.parametrize(
     ("stage", "extra"),
     [

@@ -62,6 +62,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sample("0-callable", "3-groups", "1-object")
 @pytest.mark.parametrize(("stage", "how"), WAYS)
 def test_trains_the_experts_in_groups_of_their_own(launcher: Launcher, stage: int, how: str) -> None:
     """Parity, with the experts' groups marked where ZeRO needs it."""
@@ -100,6 +101,7 @@ def train_with_schedule(stage: int, passed: bool) -> Any:
     return [{kind: any(m[n] for n in m if (n in experts) == kind) for kind in (True, False)} for m in moved]
 
 
+@pytest.mark.sample("0-script steps it", "3-engine steps it")
 @pytest.mark.parametrize("passed", [True, False], ids=["engine steps it", "script steps it"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_schedule_made_before_reaches_the_experts(launcher: Launcher, stage: int, passed: bool) -> None:

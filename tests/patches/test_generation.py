@@ -38,6 +38,7 @@ def generate(layout: Layout) -> list[int]:
     return tokens[0].tolist()
 
 
+@pytest.mark.sample(1, 3)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -1,10 +1,14 @@
-"""Weights that tensor-parallel ranks hold alike must get the same gradient, or the run stops at its first step."""
+"""Tensor-parallel ranks must get the same loss, and the same gradient of what they hold alike, or the run stops."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ds_etp
 from tests.launcher import Launcher
@@ -17,18 +21,48 @@ def first_step_of_different_seeds(stage: int) -> str:
     layout = Layout(world=4, tp=2, etp=2, stage=stage)
     recipe = Recipe(dp=2, seed=dist.get_rank() % 2)
     engine = make_engine(recipe, layout)
-    engine.backward(recipe.compute_loss(engine, recipe.batch(0, 0, dist.get_rank() // 2)))
+    loss = recipe.compute_loss(engine, recipe.batch(0, 0, dist.get_rank() // 2))
     with pytest.raises(ds_etp.ConfigError) as error:
-        engine.step()
+        engine.backward(loss)
     engine.destroy()
     return str(error.value)
 
 
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_different_seeds(launcher: Launcher, stage: int) -> None:
-    """Named with a parameter and what may be wrong, on every rank."""
+    """Losses differ; what may be wrong is named on every rank."""
     for message in launcher.run(4, first_step_of_different_seeds, stage=stage):
         assert "tensor_parallel.autotp_size=2" in message and "different seeds" in message
+
+
+def loss_from_the_weight(model: Any, ids: Tensor) -> Tensor:
+    """What a trainer does that computes a fused loss from hidden states, outside of the model's forward."""
+    hidden, weight = model.module.model(ids).last_hidden_state, model.module.lm_head.weight
+    logits = hidden @ weight.T
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten() % len(weight))
+
+
+def first_backward_of_a_fused_loss(frozen: str, stage: int) -> str:
+    """The error; nothing is reduced by then."""
+    layout = Layout(world=4, tp=2, etp=2, stage=stage)
+    recipe = Recipe(dp=2, frozen=frozen)
+    engine = make_engine(recipe, layout)
+    ids = recipe.batch(0, 0, dist.get_rank() // 2)["input_ids"]
+    recipe.compute_loss(engine, recipe.batch(0, 0, dist.get_rank() // 2))
+    with pytest.raises(ds_etp.ConfigError) as error:
+        engine.backward(loss_from_the_weight(engine, ids))
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    engine.destroy()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("frozen", ["", "dense"])
+def test_a_loss_from_a_split_weight(launcher: Launcher, frozen: str) -> None:
+    """The likeliest cause comes first, and what works; also where nothing trains that ranks hold alike."""
+    for message in launcher.run(4, first_backward_of_a_fused_loss, frozen=frozen, stage=1):
+        assert message.index("lm_head.weight") < message.index("different seeds") < message.index("different batches")
+        assert "expert_tensor_parallel.replicate_lm_head=true" in message
 
 
 def first_step_without_norms_in_the_plan() -> str:
@@ -52,3 +86,4 @@ def test_gradients_that_autotp_leaves_partial(launcher: Launcher) -> None:
     """Otherwise the losses fall, and the norms of two ranks drift apart."""
     for message in launcher.run(4, first_step_without_norms_in_the_plan):
         assert "self_attn.q_norm.weight" in message or "self_attn.k_norm.weight" in message
+        assert "doesn't sum them" in message

@@ -30,6 +30,7 @@ class LoraRecipe(Recipe):
         options: further entries of the config.
         second: whether there is a second adapter, active beside the first.
         input_grads: whether the embeddings' output has a gradient, as with activation checkpointing.
+        train_base: whether the weights that have adapters train too.
     """
 
     clip: float = 0.05
@@ -38,6 +39,7 @@ class LoraRecipe(Recipe):
     options: tuple[tuple[str, Any], ...] = ()
     second: bool = False
     input_grads: bool = True
+    train_base: bool = False
 
     def config(self) -> LoraConfig:
         """The adapters' config."""
@@ -59,6 +61,8 @@ class LoraRecipe(Recipe):
         if self.second:
             model.add_adapter("second", self.config())
             model.base_model.set_adapter(["default", "second"])
+        if self.train_base:
+            model.requires_grad_(True)
         return model
 
     def model(self) -> Any:

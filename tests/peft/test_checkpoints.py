@@ -22,12 +22,14 @@ BEFORE = {0: Layout(4, 2, 4, 1, 0), 1: Layout(4, 1, 2, 2, 1), 2: Layout(4, 2, 2,
 AFTER = {0: Layout(2, 1, 1, 2, 3), 1: Layout(4, 2, 1, 2, 0), 2: Layout(2, 1, 2, 1, 1), 3: Layout(4, 1, 4, 1, 2)}
 
 
+@pytest.mark.sample("1", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_adapters(launcher: Launcher, tmp_path: Path, stage: int) -> None:
     """Base, adapters and their moments."""
     assert_next_steps(launcher, tmp_path, BEFORE[stage], AFTER[stage], ADAPTED)
 
 
+@pytest.mark.sample("0-experts", "3-dense")
 @pytest.mark.parametrize("frozen", ["experts", "dense"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen(launcher: Launcher, tmp_path: Path, stage: int, frozen: str) -> None:

@@ -107,6 +107,7 @@ def merge_and_back(recipe: LoraRecipe, layout: Layout, folder: str) -> dict[str,
 # The tests
 
 
+@pytest.mark.sample("tp2-etp2-ep2-zero0", "tp1-etp2-ep2-zero3")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
 def test_adapters_out_and_in_again(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     """Saved from an engine, loaded onto the unsharded base by PEFT, trained weights and all."""
@@ -123,6 +124,7 @@ def test_adapters_out_and_in_again(launcher: Launcher, tmp_path: Path, layout: L
         assert sorted(path.name for path in (tmp_path / kind).glob("*.safetensors")) == ["adapter_model.safetensors"]
 
 
+@pytest.mark.sample("tp2-etp4-ep1-zero2", "tp1-etp2-ep2-zero3")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
 def test_merge(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     """Merged weights are the merged weights of the unsharded model, cut."""

@@ -15,7 +15,7 @@ from tests.models import make_batch
 from tests.oracle import Run, train_unsharded
 from tests.parity.test_bf16 import EVERY_EXPERT, FACTOR, errors
 from tests.peft.models import ATTENTION, BOTH, DOWN, EXPERTS, GATE_UP, ONLY_ATTENTION, ONLY_DOWN, LoraRecipe
-from tests.sharded import Layout, make_engine, run_steps, train
+from tests.sharded import Layout, make_engine, run_steps, train, with_options
 from tests.tolerances import assert_equal_runs
 
 # Which (tp, etp, ep) each ZeRO stage is run with, on four ranks.
@@ -35,6 +35,7 @@ def check(launcher: Launcher, recipe: LoraRecipe, layout: Layout) -> None:
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.sample("0-(2, 4, 1)", "1-(2, 2, 2)", "3-(4, 2, 1)")
 @pytest.mark.parametrize(
     ("stage", "split"), [(stage, split) for stage, splits in SPLITS.items() for split in splits], ids=str
 )
@@ -44,6 +45,7 @@ def test_experts_and_attention(launcher: Launcher, stage: int, split: tuple[int,
     check(launcher, BOTH, Layout(4, tp, etp, ep, stage))
 
 
+@pytest.mark.sample("down-3", "attention-2")
 @pytest.mark.parametrize(
     ("stage", "recipe", "split"),
     [
@@ -60,6 +62,7 @@ def test_some_of_them(launcher: Launcher, stage: int, recipe: LoraRecipe, split:
     check(launcher, recipe, Layout(4, tp, etp, ep, stage))
 
 
+@pytest.mark.sample(2, 3, 4, 6, 7, 11, 13, 14)
 @pytest.mark.parametrize(
     ("stage", "changes", "layout"),
     [
@@ -85,6 +88,23 @@ def test_some_of_them(launcher: Launcher, stage: int, recipe: LoraRecipe, split:
 def test_settings(launcher: Launcher, stage: int, changes: dict[str, Any], layout: dict[str, Any]) -> None:
     """What people train with, on adapters of both kinds."""
     check(launcher, replace(BOTH, **changes), Layout(4, stage=stage, **layout))
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "layout"),
+    [
+        (0, {}, {"tp": 2, "etp": 2, "dispatcher": "replicated"}),
+        (0, {"train_base": True, "second": True}, {"etp": 2}),
+        (2, {"checkpointing": "plain"}, {"tp": 2, "etp": 2}),
+        (2, {"train_base": True, "family": "qwen3_moe", "implementation": "grouped_mm"}, {"ep": 2}),
+        (3, {"accumulate": 2}, {"etp": 2}),
+        (3, {"train_base": True}, {"tp": 2, "ep": 2, "dispatcher": "alltoall"}),
+    ],
+    ids=str,
+)
+def test_recompute(launcher: Launcher, stage: int, changes: dict[str, Any], layout: dict[str, Any]) -> None:
+    """Experts that run again in backward do so with the adapters that forward had, base frozen or not."""
+    check(launcher, replace(BOTH, **changes), with_options(Layout(2, stage=stage, **layout), recompute=True))
 
 
 def test_no_gradient_goes_in(launcher: Launcher) -> None:
@@ -119,6 +139,7 @@ def adapters_of(run: Run) -> Run:
     return replace(run, grads=grads, weights=weights)
 
 
+@pytest.mark.sample("3-(1, 2, 2)")
 @pytest.mark.parametrize(("stage", "split"), [(2, (2, 4, 1)), (3, (1, 2, 2))], ids=str)
 def test_bf16(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
     """As close to the fp32 truth as plain DeepSpeed with the same adapters is."""

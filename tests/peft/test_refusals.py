@@ -137,9 +137,12 @@ def test_adapters_from_different_seeds(launcher: Launcher) -> None:
         assert "different adapters" in text
 
 
-def test_a_release_outside_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_etp.patches import versions
+def test_a_release_with_another_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft.tuners.lora.layer import ParamWrapper
 
-    monkeypatch.setattr(versions, "version", lambda _: "0.20.0")
-    with pytest.raises(ConfigError, match=r"peft='0\.20\.0' is outside the range .* Values that work: 0\.21 to 0\.21"):
-        versions.check_peft_version()
+    from ds_etp.patches.signatures import check_signatures
+
+    monkeypatch.setattr(ParamWrapper, "get_delta_factors", lambda self, adapter, dtype: None)
+    known = r"peft='[\d.]+' has functions .*ParamWrapper\.get_delta_factors is \(self, adapter, dtype\), known: "
+    with pytest.raises(ConfigError, match=known + r"\(self, adapter_name\)\. Values that work: 0\.21 to 0\.21"):
+        check_signatures("peft")

@@ -43,6 +43,7 @@ def adapters(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
 
 
+@pytest.mark.sample("zero3")
 @pytest.mark.parametrize("layout", [Layout(4, 2, 2, 1, stage=1), Layout(2, etp=2, stage=3)], ids=["tp2-zero1", "zero3"])
 def test_train_save_resume(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     """Trainer saves without the frozen base, and goes on from there bit for bit."""

@@ -50,6 +50,13 @@ CASES = {
 }
 
 
+@pytest.mark.sample(
+    "two kinds of masks, own positions",
+    "shared experts, a dense layer, ep 2",
+    "frozen embeddings, checkpointed",
+    "tp 2",
+    "four stages",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_whole_model(launcher: Launcher, name: str) -> None:
     case, recipe = CASES[name]

@@ -40,6 +40,7 @@ def _run(launcher: Launcher, pipeline: Pipeline, recipe: Recipe) -> Run:
     return run
 
 
+@pytest.mark.sample("etp 2", "only embedding", "tp 2, etp 4", "four stages")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_unsharded(launcher: Launcher, name: str) -> None:
     pipeline, recipe = CASES[name]
@@ -51,6 +52,7 @@ def test_equals_unsharded(launcher: Launcher, name: str) -> None:
 BF16 = {"0": {}, "1": {}, "1, fp32 sums": {"data_types": {"grad_accum_dtype": "fp32"}}}
 
 
+@pytest.mark.sample("1, fp32 sums")
 @pytest.mark.parametrize("kind", BF16)
 def test_bf16(launcher: Launcher, kind: str) -> None:
     """As near to fp32 as the same pipeline without split experts; the gradient of a router that flips is not."""

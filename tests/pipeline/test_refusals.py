@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
 import ds_etp
 from ds_etp.errors import CheckpointError, ConfigError
+from tests.half import fp16_supported
 from tests.launcher import Launcher
 from tests.models import make_model
 from tests.oracle import Recipe
@@ -91,6 +92,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 
 
+@fp16_supported()
 def refusals() -> dict[str, str]:
     """What each case says on this rank; and what the module's own writing says, once experts are split."""
     ds_etp.register()

@@ -46,15 +46,15 @@ def test_stages_are_deepspeeds() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_stages_make_up_the_model(name: str) -> None:
     facts = facts_of(name)
-    parts = [facts.stage(4, index) for index in range(4)]
+    parts = [facts.pipeline_stage(4, index) for index in range(4)]
     assert sum(part.parameters for part in parts) == facts.parameters
     assert sum(part.layers for part in parts) == facts.layers
-    assert sum((part.moe_places for part in parts), ()) == facts.moe_places
+    assert sum((part.moe_layer_indices for part in parts), ()) == facts.moe_layer_indices
     names = [{weight.name for weight in part.weights if weight.copies} for part in parts]
     assert ["embedding" in found for found in names] == [True, False, False, False]
     assert ["output layer" in found for found in names] == [False, False, False, True]
     assert [part.makes_logits for part in parts] == [False, False, False, True]
-    assert set(facts.distinct_stages(4)) >= {0, 3}
+    assert set(facts.distinct_pipeline_stages(4)) >= {0, 3}
 
 
 def test_embedding_and_output_layer_stay_whole_in_pipelines() -> None:
@@ -65,7 +65,7 @@ def test_embedding_and_output_layer_stay_whole_in_pipelines() -> None:
     def parts(facts: ModelFacts) -> dict[str, float]:
         return {w.name: w.local(topology) / w.elements for w in facts.weights}
 
-    plain, stage = parts(facts), parts(facts.stage(2, 1))
+    plain, stage = parts(facts), parts(facts.pipeline_stage(2, 1))
     assert {name for name in plain if plain[name] != stage[name]} == {name for name in outside if plain[name] < 1}
     assert all(stage[name] == 1 for name in outside)
 
@@ -77,7 +77,7 @@ def test_the_first_stage_keeps_a_micro_batch_for_each_stage() -> None:
     row = 8 * 4096 * 4096 * 2
     for micro_batches, ahead in ((4, 4), (64, 4)):
         memory = memory_of(facts, topology, Job(4096, 8, 1, micro_batches=micro_batches))
-        assert (memory.stage, memory.layers) == (0, 8)
+        assert (memory.pipeline_stage, memory.layers) == (0, 8)
         assert lines_of(memory)["checkpoints"] == ahead * 8 * row
         assert lines_of(memory)["pipeline buffers"] == (ahead + 3) * row
         assert "logits" not in lines_of(memory)
@@ -136,11 +136,11 @@ def test_reasons_for_sizes_of_1() -> None:
         ("DeepSeek-V3", "cp", "Ulysses takes queries, keys and values of one size a head"),
     ):
         facts = facts_of(name)
-        proposals = rank_layouts(facts, HARDWARE, sequence=4096, stages=(1,), cp=range(1, 9), pp=(1,))
+        proposals = rank_layouts(facts, HARDWARE, sequence=4096, zero_stages=(1,), cp=range(1, 9), pp=(1,))
         assert {proposal.topology.cp for proposal in proposals} == {1}
         assert f"{axis} is 1 in all layouts: {says}." in explain(facts, HARDWARE, proposals, ("tp", "cp"))
     tied = read_facts(values_of("Qwen3-30B-A3B") | {"tie_word_embeddings": True}, "here")
-    proposals = rank_layouts(tied, HARDWARE, sequence=4096, stages=(1,), pp=(1, 4))
+    proposals = rank_layouts(tied, HARDWARE, sequence=4096, zero_stages=(1,), pp=(1, 4))
     assert {proposal.topology.pp for proposal in proposals} == {1}
     assert "pp is 1 in all layouts: its embedding is its output layer." in explain(tied, HARDWARE, proposals, ("pp",))
 
@@ -148,7 +148,7 @@ def test_reasons_for_sizes_of_1() -> None:
 def test_pipelines_where_nothing_else_fits() -> None:
     """Half of a 671B model's layers a rank, at ZeRO-1, need stages; and the words say what was gained."""
     facts, hardware = facts_of("DeepSeek-V3"), Hardware(128, 8, 141e9)
-    proposals = rank_layouts(facts, hardware, sequence=4096, stages=(0, 1), micro_batches=32, pp=range(1, 9))
+    proposals = rank_layouts(facts, hardware, sequence=4096, zero_stages=(0, 1), micro_batches=32, pp=range(1, 9))
     best = proposals[0]
     assert best.fits and best.topology.pp > 1
     assert any(text.startswith("Without pipelines (tp ") for text in explain(facts, hardware, proposals))

@@ -125,7 +125,7 @@ def test_no_layout_is_forgotten(values: dict[str, Any], gpus: int, cp: int, pp: 
     found = set()
     with suppress(ConfigError):  # "no layout", which the checks then say of all of them
         hardware = Hardware(gpus, gpus, 1e9)
-        proposals = rank_layouts(facts, hardware, sequence=60, stages=(1,), cp=(cp,), pp=(pp,))
+        proposals = rank_layouts(facts, hardware, sequence=60, zero_stages=(1,), cp=(cp,), pp=(pp,))
         found = {(p.topology.tp, p.topology.etp, p.topology.ep) for p in proposals}
         assert len(found) == len(proposals)
     sizes = range(1, gpus + 1)
@@ -187,10 +187,10 @@ def test_experts_that_can_only_be_cut() -> None:
     """One expert of 7 can't be dealt out to 8 ranks, and together they don't fit."""
     values = values_of("Mixtral-8x7B-v0.1") | {"num_local_experts": 7}
     facts, hardware = read_facts(values, "here"), Hardware(8, 8, 80e9)
-    proposals = rank_layouts(facts, hardware, sequence=1024, stages=(1,))
+    proposals = rank_layouts(facts, hardware, sequence=1024, zero_stages=(1,))
     assert {p.topology.ep for p in proposals} == {1}
     facts, hardware = read_facts(values | {"num_hidden_layers": 16}, "here"), Hardware(8, 8, 80e9)
-    proposals = rank_layouts(facts, hardware, sequence=1024, stages=(1,))
+    proposals = rank_layouts(facts, hardware, sequence=1024, zero_stages=(1,))
     assert proposals[0].fits and proposals[0].topology.etp == 8
     sentences = explain(facts, hardware, proposals)
     assert sentences[0].startswith("ETP is the right tool here")
@@ -226,7 +226,7 @@ def test_grouped_mm_alignment_is_marked() -> None:
 
 def test_stages_trade_memory_for_messages() -> None:
     _, _, proposals = ranked("Mixtral-8x7B-v0.1", 64)
-    by_stage = {p.job.stage: p for p in proposals if (p.topology.tp, p.topology.etp, p.topology.ep) == (1, 2, 8)}
+    by_stage = {p.job.zero_stage: p for p in proposals if (p.topology.tp, p.topology.etp, p.topology.ep) == (1, 2, 8)}
     peaks = [by_stage[stage].memory.peak for stage in range(3)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
     assert by_stage[3].timing.data > by_stage[2].timing.data
@@ -239,9 +239,9 @@ def test_written_config_is_one_deepspeed_reads() -> None:
     for proposal in proposals[:20]:
         config = ds_config(proposal)
         read = DeepSpeedConfig({**config, "train_batch_size": 1})
-        assert read.zero_config.stage == proposal.job.stage
+        assert read.zero_config.stage == proposal.job.zero_stage
         assert read.train_micro_batch_size_per_gpu == 1
-        if proposal.job.stage:
+        if proposal.job.zero_stage:
             assert read.zero_config.reduce_bucket_size == proposal.job.bucket
 
 

@@ -99,6 +99,7 @@ LAYOUTS = [
 SHARED = Layout(world=2, sp=2, etp=2, dtype="bf16")  # each sequence by two ranks: Ulysses
 
 
+@pytest.mark.sample(1, 6, 8, 15, 18, 20)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [*((family, layout) for family in FAMILIES for layout in LAYOUTS), ("mixtral", SHARED)],

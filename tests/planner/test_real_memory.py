@@ -95,6 +95,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sample(0, 3, 5, 6, 9, 12)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_bytes_of_states(launcher: Launcher, layout: Layout) -> None:
     """Parameters and optimizer to the byte. Gradients, and with them the sum, within what the engine rounds up."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ds_etp.parallel.topology import Topology
 from ds_etp.planner.configs import read_facts
 from ds_etp.planner.job import Job
-from ds_etp.planner.memory import _stage_memory
+from ds_etp.planner.memory import _pipeline_stage_memory
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.planner.test_real_activations import CHANGES, FAMILIES, LENGTH, ROWS
@@ -132,7 +132,7 @@ def test_bytes_of_stages(launcher: Launcher, stage: int) -> None:
     results = launcher.run(4, held_by_a_stage, stage=stage)
     assert [result["stage"] for result in results] == [0, 0, 1, 1]
     for result in results:
-        memory = _stage_memory(facts, Topology(4, pp=2), job, result["stage"])
+        memory = _pipeline_stage_memory(facts, Topology(4, pp=2), job, result["stage"])
         lines = {line.name: line.bytes for line in memory.lines}
         assert result["parameters"] == lines["parameters"]
         assert result["optimizer"] == lines["optimizer"]

@@ -14,6 +14,7 @@ from tests.sequence.runs import Sequences, train
 from tests.sharded import Layout
 
 
+@pytest.mark.sample("0-2", "3-1")
 @pytest.mark.parametrize(("stage", "tp"), [(0, 1), (0, 2), (1, 1), (3, 1)])
 def test_bf16(launcher: Launcher, stage: int, tp: int) -> None:
     """Losses, norms, gradients and weights of four clipped steps."""

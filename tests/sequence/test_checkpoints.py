@@ -17,6 +17,7 @@ RECIPE = Sequences(optimizer="adamw", dp=2, steps=2 * HALF)
 SPLIT = Layout(world=4, sp=2, etp=2, ep=2, stage=1)
 
 
+@pytest.mark.sample("split to whole")
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -34,6 +34,7 @@ def _assert_parity(launcher: Launcher, recipe: Sequences, layout: Layout) -> Non
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.sample("0-4x1-qwen3_moe", "1-2x2-mixtral", "2-1x2-mixtral", "3-2x1-qwen3_moe")
 @pytest.mark.parametrize(("stage", "etp", "ep", "recipe"), _cases())
 def test_two_sequences_over_four_ranks(launcher: Launcher, stage: int, etp: int, ep: int, recipe: Sequences) -> None:
     """Losses, norms, gradients and weights, with a clip that always bites."""
@@ -60,6 +61,15 @@ SETTINGS: dict[str, tuple[Sequences, Layout]] = {
 }
 
 
+@pytest.mark.sample(
+    "one sequence over all ranks",
+    "sequences of different length",
+    "a part without labels",
+    "accumulation, stage 0",
+    "built under zero.Init",
+    "checkpointing",
+    "alltoall_etp_first",
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(launcher: Launcher, name: str) -> None:
     _assert_parity(launcher, *SETTINGS[name])

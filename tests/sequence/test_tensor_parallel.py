@@ -20,6 +20,7 @@ def _assert_parity(launcher: Launcher, recipe: Sequences, layout: Layout) -> Non
     assert_equal_runs(run, train_unsharded(recipe))
 
 
+@pytest.mark.sample("0-4-1", "1-2-2", "3-1-2")
 @pytest.mark.parametrize(("stage", "etp", "ep"), CASES)
 def test_one_sequence_over_four_ranks(launcher: Launcher, stage: int, etp: int, ep: int) -> None:
     """tp 2 x sp 2: every rank has half of the heads and half of the sequence."""
@@ -28,6 +29,7 @@ def test_one_sequence_over_four_ranks(launcher: Launcher, stage: int, etp: int, 
     _assert_parity(launcher, recipe, layout)
 
 
+@pytest.mark.full
 def test_two_sequences_over_eight_ranks(launcher: Launcher) -> None:
     """tp 2 x sp 2 x dp 2, and key and value heads that ranks of a sequence have copies of."""
     heads = (("num_attention_heads", 8), ("num_key_value_heads", 2), ("output_router_logits", False))

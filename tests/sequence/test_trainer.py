@@ -58,6 +58,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample("zero3")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_trains_like_trainer_alone(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     """Losses, norms, evaluation and weights equal those of a run on whole sequences."""

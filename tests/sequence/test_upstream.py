@@ -16,6 +16,7 @@ from tests.sharded import Layout
 SP = 2
 
 
+@pytest.mark.sample("0-2", "3-1")
 @pytest.mark.parametrize(("stage", "factor"), [(0, SP), (1, SP), (2, SP), (3, 1)])
 def test_gradients_are_sp_times_too_large_but_at_stage_3(launcher: Launcher, stage: int, factor: int) -> None:
     recipe = Sequences(dp=2, steps=1, clip=0.0)

@@ -80,6 +80,7 @@ def train(recipe: Recipe, layout: Layout, folder: str, resume: bool) -> dict[str
         forget_host_state()
 
 
+@pytest.mark.sample("zero3")
 @pytest.mark.parametrize(
     "layout",
     [Layout(world=2, etp=2, stage=1), Layout(world=4, tp=2, etp=2, ep=2, stage=2), Layout(world=2, etp=2, stage=3)],

@@ -37,6 +37,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name.rpartition("-")[2]))
 
 
+@pytest.mark.sample("zero3")
 @pytest.mark.parametrize(
     "layout",
     [Layout(world=2, etp=2, stage=1), Layout(world=2, etp=2, stage=3), Layout(world=4, tp=2, etp=2, ep=2, stage=2)],

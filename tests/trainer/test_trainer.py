@@ -47,6 +47,7 @@ def assert_equal(got: Outcome, wanted: Outcome, *, evaluations: bool = True) -> 
 CHECKPOINTING = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", {"use_reentrant": False}))
 
 
+@pytest.mark.sample("tp2-etp4-ep1-zero2", "tp2-etp2-ep2-zero3")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -74,6 +75,7 @@ def test_evaluation_over_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
     assert_equal(result, plain(Job(aux=0.0, options=(("per_device_eval_batch_size", 2 * job.rows),))))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [Layout(world=2, etp=2, stage=3), Layout(world=2, etp=1, ep=2, stage=3)], ids=str)
 def test_zero3_from_pretrained(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     job = Job()

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer trains and saves. A smoke test: what it computes is Trainer's, which is tested for parity."""
+"""TRL's trainers train what one process does, with attention and experts both split."""
 
 from __future__ import annotations
 
@@ -6,49 +6,68 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-import ds_etp
 from tests.export.test_live import LIMIT, load
-from tests.launcher import Launcher
-from tests.models import VOCABULARY, make_model
+from tests.launcher import CaseFailed, Launcher
 from tests.sharded import Layout
-from tests.trainer.runs import Job, arguments, deepspeed_config, forget_host_state
+from tests.tolerances import LOSS, NORM, TENSOR
 
 pytest.importorskip("trl", reason="trl is not among the requirements: pip install trl, then this runs")
 
+from tests.trainer.trl_runs import Case, run_plain, run_sharded
 
-def fine_tune(layout: Layout, folder: str) -> list[float]:
-    """Two steps on a few lines of text."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    ds_etp.register()
-    try:
-        words = ["<pad>", "<eos>", "<unk>", *(f"w{place}" for place in range(VOCABULARY - 3))]
-        raw = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
-        raw.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
-        lines = [" ".join(f"w{(place * step) % 90}" for step in range(1, 9)) for place in range(1, 17)]
-        model = make_model("mixtral")
-        plain = arguments(Job(), Path(folder), layout.dp, deepspeed_config(layout)).to_dict()
-        wanted = ("output_dir", "per_device_train_batch_size", "learning_rate", "use_cpu", "deepspeed", "logging_steps")
-        args = SFTConfig(**{name: plain[name] for name in wanted}, max_steps=2, max_length=16, bf16=False, report_to=[])
-        trainer = SFTTrainer(
-            model=model, args=args, train_dataset=Dataset.from_dict({"text": lines}), processing_class=tokenizer
-        )
-        trainer.train()
-        trainer.save_model(f"{folder}/model")
-        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        trainer.deepspeed.destroy()
-        return losses
-    finally:
-        forget_host_state()
+# Trainer logs losses and norms of sums over another order of micro batches; the weights are after three Adam steps.
+FACTOR = 10
 
 
-def test_sft_trainer(launcher: Launcher, tmp_path: Path) -> None:
-    losses = launcher.run(2, fine_tune, timeout=LIMIT, layout=Layout(world=2, etp=2), folder=str(tmp_path))[0]
-    assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
+@pytest.mark.parametrize(
+    ("case", "stage"),
+    [
+        (Case("sft"), 1),
+        (Case("sft", lora=True), 2),
+        (Case("dpo"), 3),
+        (Case("dpo", lora=True), 1),
+        (Case("grpo"), 1),
+    ],
+    ids=str,
+)
+def test_equals_one_process(launcher: Launcher, tmp_path: Path, case: Case, stage: int) -> None:
+    """Losses, norms, and all weights, those that don't train included."""
+    wanted = run_plain(case, tmp_path / "plain")
+    layout = Layout(world=4, tp=2, etp=2, stage=stage)
+    got = launcher.run(4, run_sharded, timeout=LIMIT, case=case, layout=layout, folder=str(tmp_path))[0]
+    assert len(got.losses) == len(wanted.losses) == 3 and any(wanted.norms)
+    for values, reference, limit in ((got.losses, wanted.losses, LOSS), (got.norms, wanted.norms, NORM)):
+        assert values == pytest.approx(reference, rel=FACTOR * limit, abs=FACTOR * limit)
+    assert set(got.weights) == set(wanted.weights)
+    for name, reference in wanted.weights.items():
+        error = (got.weights[name] - reference).abs().max() / reference.abs().max().clamp(min=1e-12)
+        assert error <= TENSOR, f"{name} is off by {error:.1e} of its largest entry"
+
+
+def test_grpo_that_samples(launcher: Launcher, tmp_path: Path) -> None:
+    """Ranks of a tensor-parallel group have the same completions, or their losses would differ and the run stop."""
+    layout = Layout(world=4, tp=2, etp=2, stage=3)
+    case = Case("grpo", sampled=True)
+    got = launcher.run(4, run_sharded, timeout=LIMIT, case=case, layout=layout, folder=str(tmp_path))[0]
+    assert len(got.losses) == 3 and all(math.isfinite(norm) and norm > 0 for norm in got.norms)
     load(tmp_path / "model")
     assert (tmp_path / "model" / "tokenizer.json").exists()
+    assert all(torch.isfinite(tensor).all() for tensor in got.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case("grpo", options=(("scale_rewards", "batch"),)), r"scale_rewards='batch'.*autotp_size=2"),
+        (Case("dpo", options=(("precompute_ref_log_probs", True),)), r"precompute_ref_log_probs=True is wrong under"),
+        (Case("grpo", options=(("num_generations", 16),)), r"num_generations=16 doesn't divide.*= 8"),
+    ],
+    ids=["deviation of all ranks", "gathered by place", "group over ranks"],
+)
+def test_refused(launcher: Launcher, tmp_path: Path, case: Case, message: str) -> None:
+    """What the same rewards several times over would change."""
+    layout = Layout(world=2, tp=2, etp=2)
+    with pytest.raises(CaseFailed, match=message):
+        launcher.run(2, run_sharded, timeout=LIMIT, case=case, layout=layout, folder=str(tmp_path))

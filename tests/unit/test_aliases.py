@@ -66,3 +66,10 @@ def test_methods_of_adapters() -> None:
                 return 2 * super().on_local_rows(x, index, weights)  # type: ignore[misc]
 
     assert Adapter.local_experts_forward is Adapter.on_local_rows
+
+
+def test_the_base_class_of_adapters() -> None:
+    import ds_etp.experts
+
+    with pytest.warns(FutureWarning, match=r"ds_etp\.experts\.ShardedExperts is now called ds_etp\.ShardedExperts"):
+        assert ds_etp.experts.ShardedExperts is ds_etp.ShardedExperts

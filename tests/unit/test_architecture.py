@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = "ds_etp"
 ROOT = Path(__file__).parents[2] / PACKAGE
-MAX_LINES = 320
+MAX_LINES = 300
 
 FLOORS = {  # a file imports only from floors below its own, or within it without a cycle; the longest name counts
     "ds_etp.errors": 0,
@@ -31,22 +31,30 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.checkpoint": 4,
     "ds_etp.loading": 4,
     "ds_etp.patches": 5,
+    "ds_etp.patches.transformers.experts_flags": 3,
+    "ds_etp.parameters": 5,
     "ds_etp.checkpoint.api": 5,
     "ds_etp.checkpoint.export_api": 5,
     "ds_etp.experts.build": 6,
     "ds_etp.experts.checks": 6,
     "ds_etp.pipeline": 6,
     "ds_etp.engine": 6,
+    "ds_etp.activation": 6,
     "ds_etp.loading.from_pretrained": 6,
     "ds_etp.cli": 6,
     "ds_etp": 7,
     "ds_etp.__main__": 7,
 }
 TORCH_FREE = (0, 1)
-HOSTS = ("deepspeed", "transformers", "accelerate", "peft")
+HOSTS = ("deepspeed", "transformers", "accelerate", "peft", "trl")
 # DeepSpeed's registry of process groups is module state of the host: few files may reach for it.
 HOST_GROUPS = "deepspeed.utils.groups"
-HOST_GROUPS_USERS = ("ds_etp.parallel.process_groups", "ds_etp.engine", "ds_etp.checkpoint.api", "ds_etp.patches")
+HOST_GROUPS_USERS = ("ds_etp.parallel.process_groups", "ds_etp.patches")
+# Private names of torch, which is no host: its releases keep them, as half of all libraries use them.
+TORCH_NAMES = {
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_version"),
+    *("_make_wrapper_subclass", "_schema", "_to_copy", "_unsafe_view"),
+}
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,60 @@ def test_host_internals_only_under_patches(module: str) -> None:
             assert not private, f"{module}:{entry.line} imports {entry.dotted}: private names belong under patches/"
 
 
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def own_names(source: str) -> set[str]:
+    """The private functions, classes, module constants, fields and attributes of `self` that a file defines."""
+    tree = ast.parse(source)
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            targets = [target for part in node.body if isinstance(part, ast.Assign) for target in part.targets]
+            targets += [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+def is_own(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_touches(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of every private attribute that isn't of `self`: by a dot, or by name in getattr and its like."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node.value):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            if node.func.id in ("getattr", "hasattr", "setattr", "delattr") and is_private(name):
+                yield node.lineno, str(name)
+
+
+# Not those of patches/: a replacement has the name of the host's function.
+OWN_NAMES = {
+    name
+    for module, path in MODULES.items()
+    if not is_within(module, "ds_etp.patches")
+    for name in own_names(path.read_text(encoding="utf-8"))
+}
+
+
+@by_file
+def test_host_attributes_only_under_patches(module: str) -> None:
+    # DeepSpeed's table of expert groups has one owner, on a floor below the patches.
+    if is_within(module, "ds_etp.patches") or module == "ds_etp.parallel.process_groups":
+        return
+    touched = private_touches(MODULES[module].read_text(encoding="utf-8"))
+    found = [f"{module}:{line} {name}" for line, name in touched if name not in OWN_NAMES | TORCH_NAMES]
+    assert not found, f"{found}: a host's private names belong under patches/<host>/, behind a function that says why"
+
+
 @by_file
 def test_few_files_touch_deepspeeds_groups(module: str) -> None:
     if not any(is_within(module, user) for user in HOST_GROUPS_USERS):
@@ -173,7 +235,7 @@ def test_few_files_touch_deepspeeds_groups(module: str) -> None:
 @by_file
 def test_files_stay_small(module: str) -> None:
     lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
-    assert lines < MAX_LINES, f"{module} has {lines} lines: split it"
+    assert lines <= MAX_LINES, f"{module} has {lines} lines: split it"
 
 
 def test_the_walls_are_tested() -> None:
@@ -191,6 +253,11 @@ def test_the_walls_are_tested() -> None:
         ("ds_etp.patches.base", 5),
         ("ds_etp.errors.ConfigError", 6),
     ]
+    source = (
+        "def f(self, engine):\n    engine._config\n    self._own = getattr(engine, '_experts', None)\n    engine._own\n"
+    )
+    assert list(private_touches(source)) == [(2, "_config"), (3, "_experts"), (4, "_own")]
+    assert own_names(source) == {"_own"}
     package = [entry.dotted for entry in imports("from . import base\n", "ds_etp.patches", is_package=True)]
     assert package == ["ds_etp.patches.base"]
     assert floor_of("ds_etp.patches.base") == 5

@@ -12,7 +12,7 @@ import pytest
 from deepspeed.runtime.tensor_parallel import config as host
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ds_etp.patches.deepspeed.autotp import drop_expert_entries, tp_plan_without_experts
+from ds_etp.patches.deepspeed.autotp import dense_tp_plan, drop_expert_entries
 
 Plan = dict[str, str]
 
@@ -72,7 +72,7 @@ def test_only_expert_entries_go_from_the_merged_plan(family: str) -> None:
     assert set(expected) < set(merged)
     assert "lm_head" in expected
     original = host._get_hf_tp_plan
-    with tp_plan_without_experts(model, paths(plan, "model.")):
+    with dense_tp_plan(model, paths(plan, "model.")):
         assert host._get_hf_tp_plan(model) == expected
     assert host._get_hf_tp_plan is original
 
@@ -137,14 +137,14 @@ def test_another_models_plan_is_left_alone() -> None:
     plan = {"layers.*.mlp.experts": "moe_tp_experts"}
     config = SimpleNamespace(base_model_tp_plan=plan)
     model, other = SimpleNamespace(config=config), SimpleNamespace(config=config)
-    with tp_plan_without_experts(model, ["layers.0.mlp.experts"]):
+    with dense_tp_plan(model, ["layers.0.mlp.experts"]):
         assert host._get_hf_tp_plan(other) == plan
         assert host._get_hf_tp_plan(model) is None  # DeepSpeed's word for no plan: it falls back to its own rules
 
 
 def test_the_host_is_put_back_after_an_error() -> None:
     original = host._get_hf_tp_plan
-    with pytest.raises(KeyError), tp_plan_without_experts(SimpleNamespace(), []):
+    with pytest.raises(KeyError), dense_tp_plan(SimpleNamespace(), []):
         raise KeyError
     assert host._get_hf_tp_plan is original
 

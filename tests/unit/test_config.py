@@ -26,7 +26,7 @@ from ds_etp.parallel.topology import Topology
 
 KEYS = (
     "Keys that work: enabled, etp_size, ep_size, dispatcher, reduce_dtype, equal_batches, static_shapes, recompute, "
-    "overlap, allow_optimizer, inter_node_cost."
+    "overlap, replicate_lm_head, replica_check_interval, allow_optimizer, inter_node_cost."
 )
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
@@ -65,6 +65,8 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "static_shapes": False,
         "recompute": False,
         "overlap": False,
+        "replicate_lm_head": "auto",
+        "replica_check_interval": 100,
         "allow_optimizer": False,
         "inter_node_cost": 8.0,
     }
@@ -119,6 +121,16 @@ def test_none_when_absent_or_off(ds_config: dict[str, object]) -> None:
         ({"inter_node_cost": 0.5}, f"expert_tensor_parallel.inter_node_cost=0.5 {WEIGHT_RULE}"),
         ({"inter_node_cost": "8"}, f"expert_tensor_parallel.inter_node_cost='8' {WEIGHT_RULE}"),
         ({"inter_node_cost": float("inf")}, f"expert_tensor_parallel.inter_node_cost=inf {WEIGHT_RULE}"),
+        (
+            {"replicate_lm_head": "yes"},
+            "expert_tensor_parallel.replicate_lm_head='yes' is neither a boolean nor \"auto\". Values that work: "
+            '"auto", true, false.',
+        ),
+        (
+            {"replica_check_interval": -1},
+            "expert_tensor_parallel.replica_check_interval=-1 is not a number of steps: a whole number is needed. "
+            "Values that work: 0 (never), 1, 100, ....",
+        ),
         ({"reduce_dtype": "bf16"}, f"expert_tensor_parallel.reduce_dtype='bf16' {DTYPE_RULE}"),
         (
             {"etp_sise": 2},

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from ds_etp.errors import ConfigError
+from ds_etp.log import logger
 from ds_etp.patches import versions
-from ds_etp.patches.base import MethodPatch, override
+from ds_etp.patches.base import MethodPatch, override, swapped
 from ds_etp.patches.versions import check_host_versions
 
 # MethodPatch
@@ -54,6 +56,19 @@ def test_apply_and_revert() -> None:
     patch.revert()
     assert not patch.applied
     assert vars(host)["method"] is original
+
+
+def test_swaps_nest_and_end_with_an_error() -> None:
+    host = make_host()
+    original = vars(host)["method"]
+    with pytest.raises(ZeroDivisionError), swapped(host, "method", ours):
+        with swapped(host, "method", ours):
+            assert host().method() == "ours over ours over host 1"
+        assert host().method() == "ours over host 1"
+        1 / 0  # noqa: B018 - any error
+    assert vars(host)["method"] is original
+    with pytest.raises(RuntimeError, match="has no method inherited"), swapped(host, "inherited", ours):
+        pass
 
 
 def test_apply_twice_patches_once() -> None:
@@ -107,18 +122,46 @@ def test_a_method_the_host_does_not_define(name: str) -> None:
     assert Base().inherited() == "inherited"
 
 
-def test_someone_else_patched_over_ours() -> None:
-    """Taking ours out from under theirs isn't possible: theirs is left as it is."""
-    host = make_host()
-    patch = MethodPatch(host, "method", ours)
-    patch.apply()
-    below = vars(host)["method"]
+def wrapped_by_another(below: Callable[..., Any], *, says_so: bool) -> Callable[..., Any]:
+    """Another library's wrapper; `functools.wraps` copies what is on the function below it, ours included."""
 
     def theirs(self: Any, value: int = 1) -> str:
         return f"theirs over {below(self, value)}"
 
-    host.method = theirs
+    return functools.wraps(below)(theirs) if says_so else theirs
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["functools.wraps", "plain"])
+def test_someone_else_patched_over_ours(says_so: bool) -> None:
+    """Theirs is left as it is, ours below does nothing; and it acts once, however often it is applied again."""
+    host = make_host()
+    patch = MethodPatch(host, "method", ours)
+    patch.apply()
+    below = vars(host)["method"]
+    theirs = host.method = wrapped_by_another(below, says_so=says_so)
     patch.revert()
+    assert vars(host)["method"] is theirs
+    assert not patch.applied
+    assert host().method() == "theirs over host 1"
+    for _ in range(2):
+        patch.apply()
+        assert patch.applied
+        assert sorted(host().method().split(" over ")) == ["host 1", "ours", "theirs"]
+    patch.revert()
+    assert vars(host)["method"] is theirs
+    assert host().method() == "theirs over host 1"
+    host.method = below  # they leave
+    assert host().method() == "host 1"
+    patch.apply()
+    assert host().method() == "ours over host 1"
+
+
+def test_applied_again_below_someone_elses() -> None:
+    host = make_host()
+    patch = MethodPatch(host, "method", ours)
+    patch.apply()
+    theirs = host.method = wrapped_by_another(vars(host)["method"], says_so=True)
+    patch.apply()
     assert vars(host)["method"] is theirs
     assert host().method() == "theirs over ours over host 1"
 
@@ -210,29 +253,60 @@ def test_sequences_want_the_release_they_were_tried_on(installed: Callable[..., 
     versions.check_sequence_version(2)
 
 
-@pytest.mark.parametrize("release", ["0.18.6", "0.19.4", "0.19.9", "0.20.0", "1.0"])
-def test_deepspeed_out_of_range(installed: Callable[..., None], release: str) -> None:
-    installed(deepspeed=release)
-    assert message() == (
-        f"deepspeed={release!r} is outside the range that ds_etp was tested on. Values that work: 0.19.5 to 0.19.8. "
-        'Run: pip install "deepspeed>=0.19.5,<=0.19.8"'
+@pytest.fixture
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What the package has warned of; its logger passes nothing on to the root."""
+    logger().addHandler(caplog.handler)
+    versions._warn.cache_clear()
+    yield lambda: [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    logger().removeHandler(caplog.handler)
+
+
+OUTSIDE = [("deepspeed", release) for release in ("0.18.6", "0.19.4", "0.19.9", "0.20.0", "1.0")]
+OUTSIDE += [("transformers", release) for release in ("4.57.3", "5.25.0", "5.25.0.dev0", "6.0.0")]
+
+
+@pytest.mark.parametrize(("package", "release"), OUTSIDE)
+def test_a_release_out_of_range_is_warned_of_once(
+    installed: Callable[..., None], warnings_of: Callable[[], list[str]], package: str, release: str
+) -> None:
+    installed(**{package: release})
+    for _ in range(2):
+        check_host_versions(zero_stage=2, tp=2)
+    (text,) = warnings_of()
+    tested = {"deepspeed": "0.19.5 to 0.19.8", "transformers": "5.0 to 5.24"}[package]
+    assert text.startswith(f"{package} {release} is outside the range that ds_etp was tested on, {tested}.")
+    assert f'pip install "{versions.as_requirement(package)}"' in text
+
+
+def test_releases_in_range_are_not_warned_of(
+    installed: Callable[..., None], warnings_of: Callable[[], list[str]]
+) -> None:
+    installed()
+    check_host_versions(zero_stage=3, tp=2)
+    assert warnings_of() == []
+
+
+def test_zero3_is_refused_where_it_is_known_to_be_wrong(installed: Callable[..., None]) -> None:
+    installed(deepspeed="0.19.4")
+    assert message(zero_stage=3) == (
+        "zero_optimization.stage=3 partitions split experts over the wrong ranks in DeepSpeed 0.19.4. "
+        "Values that work: 0, 1, 2, or DeepSpeed 0.19.5 to 0.19.8."
     )
 
 
-@pytest.mark.parametrize("release", ["4.57.3", "5.25.0", "5.25.0.dev0", "6.0.0"])
-def test_transformers_out_of_range(installed: Callable[..., None], release: str) -> None:
-    installed(transformers=release)
-    text = message()
-    assert text.startswith(f"transformers={release!r} is outside the range that ds_etp was tested on.")
-    assert "Values that work: 5.0 to 5.24." in text
+def test_newer_releases_have_sequences_and_pipelines(installed: Callable[..., None]) -> None:
+    installed(deepspeed="0.19.9")
+    versions.check_sequence_version(2)
+    versions.check_pipeline_version()
 
 
 def test_the_command_in_the_message_gives_a_release_in_range() -> None:
     """What pip would take for the bound printed in the message must pass the check."""
     from packaging.specifiers import SpecifierSet
 
-    for package, (lowest, highest) in versions._TESTED.items():
-        assert SpecifierSet(f">={lowest},<={highest}").contains(highest), package
+    for package, (_, highest) in versions.RANGES.items():
+        assert SpecifierSet(versions.as_requirement(package).removeprefix(package)).contains(highest), package
 
 
 def test_zero3_with_tp_needs_the_newest(installed: Callable[..., None]) -> None:

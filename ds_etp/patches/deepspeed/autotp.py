@@ -8,14 +8,15 @@ modules it doesn't split.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.runtime.tensor_parallel import config as host
 
+from ds_etp.config.tp_plan import module_pattern
+from ds_etp.patches.base import swapped
 from ds_etp.patches.peft.expert_lora import is_peft_model
 
 # The style transformers 5.0 has for routers in its tp_plans. A router serves experts split by ds_etp whole.
@@ -38,9 +39,7 @@ def drop_expert_entries(plan: dict[str, str], expert_paths: Iterable[str]) -> di
         parts = pattern.split(".")
         # What is in an experts module too: a plan names the family's own parameters, and a replaced module has others.
         owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
-        layers = ["[^.]+".join(re.escape(part) for part in owner.split("*")) for owner in owners]
-        matchers = [re.compile(rf"(?:.+\.)?{layer}") for layer in layers]
-        return any(matcher.fullmatch(path) for matcher in matchers for path in paths)
+        return any(module_pattern(owner).fullmatch(path) for owner in owners for path in paths)
 
     return {
         pattern: style for pattern, style in plan.items() if style != _ROUTER_STYLE and not is_about_experts(pattern)
@@ -48,27 +47,26 @@ def drop_expert_entries(plan: dict[str, str], expert_paths: Iterable[str]) -> di
 
 
 @contextmanager
-def tp_plan_without_experts(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
+def dense_tp_plan(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
     """While AutoTP partitions `model`, hides the entries of its experts from it.
 
     A model of PEFT has the plan of the one inside, of which AutoTP would miss what the inner model's class adds,
     the output layer.
     """
-    original = host._get_hf_tp_plan
     paths = list(expert_paths)
 
-    def filtered(asked: Any) -> dict[str, str] | None:
-        if asked is not model:
-            other: dict[str, str] | None = original(asked)
-            return other
-        plan = original(asked.get_base_model() if is_peft_model(asked) else asked)
-        return drop_expert_entries(plan, paths) or None if plan else plan
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _get_hf_tp_plan(asked: Any) -> dict[str, str] | None:
+            if asked is not model:
+                other: dict[str, str] | None = original(asked)
+                return other
+            plan = original(asked.get_base_model() if is_peft_model(asked) else asked)
+            return drop_expert_entries(plan, paths) or None if plan else plan
 
-    host._get_hf_tp_plan = filtered
-    try:
+        return _get_hf_tp_plan
+
+    with swapped(host, "_get_hf_tp_plan", make):
         yield
-    finally:
-        host._get_hf_tp_plan = original
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from deepspeed import set_optimizer_flags
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
 from ds_etp.config.optimizers import check_optimizer
 from ds_etp.patches.deepspeed.muon import prepare_muon
+from ds_etp.patches.deepspeed.overrides import refresh_optimizer_flags
 
 # A group's own fields: these don't follow the group it was split from.
 _OWN_FIELDS = ("params", "name", "moe")
@@ -45,7 +45,7 @@ def accept_named_optimizer(engine: Any) -> None:
     if engine.optimizer_name() == "muon":
         if not all(hasattr(parameter, "use_muon") for parameter in engine.module.parameters()):
             # Some were replaced on the way here. Not for all: `per_head_muon` counts heads before AutoTP splits them.
-            set_optimizer_flags(engine._config, engine.module)
+            refresh_optimizer_flags(engine, engine.module)
         prepare_muon(engine.module, vars(engine)["ds_etp"].groups)
 
 

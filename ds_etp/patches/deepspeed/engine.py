@@ -1,7 +1,7 @@
-"""The way into DeepSpeed's engine: three of its methods, the same from 0.19.5 to 0.19.8.
+"""The way into DeepSpeed's engine: four of its methods, the same from 0.19.5 to 0.19.8.
 
 DeepSpeed has no plugin mechanism. These are the moments that matter: sizes known and nothing made yet,
-just before AutoTP, and just before the model is cast, moved and broadcast.
+just before AutoTP, just before the model is cast, moved and broadcast, and around the making of the optimizer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_etp.patches.base import MethodPatch
 
 
+def raw_config(engine: Any) -> dict[str, Any]:
+    """The engine's config as it was given, blocks that DeepSpeed doesn't know included (0.19.5 to 0.19.8)."""
+    raw: dict[str, Any] = engine._config._param_dict
+    return raw
+
+
 class EngineEvents(Protocol):
     """What an extension does at each of the moments. Each must do nothing without the extension's block."""
 
@@ -27,6 +33,12 @@ class EngineEvents(Protocol):
 
     def on_model(self, engine: Any, model: Any) -> None:
         """AutoTP is done; cast, device move, broadcast and optimizer are to come."""
+
+    def optimizer_arguments(self, engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
+        """The optimizer is to be made from these; what it is to be made from instead."""
+
+    def on_optimizer(self, engine: Any) -> None:
+        """The optimizer is there, wrapped by ZeRO; nothing has been stepped."""
 
 
 def engine_patches(events: EngineEvents) -> list[MethodPatch]:
@@ -57,8 +69,18 @@ def engine_patches(events: EngineEvents) -> list[MethodPatch]:
 
         return _configure_distributed_model
 
+    def optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
+            result = original(self, *events.optimizer_arguments(self, client_optimizer, model_parameters))
+            events.on_optimizer(self)
+            return result
+
+        return _configure_optimizer
+
     return [
         MethodPatch(DeepSpeedEngine, "_do_sanity_check", sanity_check),
         MethodPatch(DeepSpeedEngine, "_configure_tensor_parallel", tensor_parallel),
         MethodPatch(DeepSpeedEngine, "_configure_distributed_model", distributed_model),
+        MethodPatch(DeepSpeedEngine, "_configure_optimizer", optimizer),
     ]

@@ -21,7 +21,7 @@ from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
 from ds_etp.errors import config_error
-from ds_etp.experts.layout import ParameterLayout, full_shape, join_blocks, take_blocks
+from ds_etp.experts.layout import ParameterLayout, full_shape, join_chunks, take_chunks
 from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.parallel.collectives import all_gather_rows, all_to_all_rows, balanced_splits
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
@@ -95,7 +95,7 @@ class _SplitTable(SplitMatrix):
 
 @dataclass(frozen=True)
 class _SplitLayer(SplitMatrix):
-    """A matrix that AutoTP has split: `widths[block][tp rank]` entries of `dim`."""
+    """A matrix that AutoTP has split: `widths[chunk][tp rank]` entries of `dim`."""
 
     dim: int
     widths: tuple[tuple[int, ...], ...]
@@ -103,10 +103,10 @@ class _SplitLayer(SplitMatrix):
 
     def gather(self, shard: Tensor) -> Tensor:
         (rows,) = all_gather_rows([shard], [len(shard)] * self.peers.size, self.peers)
-        return join_blocks(rows.split(len(shard)), self.dim, [list(shares) for shares in self.widths])
+        return join_chunks(rows.split(len(shard)), self.dim, [list(shares) for shares in self.widths])
 
     def take(self, whole: Tensor) -> Tensor:
-        return take_blocks(whole, self.dim, [list(shares) for shares in self.widths], self.peers.index)
+        return take_chunks(whole, self.dim, [list(shares) for shares in self.widths], self.peers.index)
 
 
 def prepare_muon(model: nn.Module, groups: ExpertGroups) -> None:

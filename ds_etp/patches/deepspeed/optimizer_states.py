@@ -1,9 +1,9 @@
-"""Where DeepSpeed's optimizers keep a parameter's master weight and optimizer state (0.19.5 to 0.19.8).
+"""Master weights and optimizer states of DeepSpeed's optimizers, parameter by parameter (0.19.5 to 0.19.8).
 
 DeepSpeed's own accessors are not enough to resume exactly: `safe_get_full_optimizer_state` finds nothing until
 states are linked, raises only on ranks that own a fragment, and adds fragments up in floating point, which
 loses the sign of zeros; `safe_set_full_*` fails on padded ZeRO-3 partitions. So fragments are read and
-written where they are. Layouts of them: whole tensors (stage 0), parts of a flat tensor (fused stage 0),
+written where they are. What there is: whole tensors (stage 0), parts of a flat tensor (fused stage 0),
 fragments of flat partitions (ZeRO-1/2, BF16_Optimizer), one padded part of each parameter (ZeRO-3).
 """
 
@@ -22,57 +22,67 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.format import WEIGHT
-from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, Place
+from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, ParamState
 from ds_etp.errors import CheckpointError
 from ds_etp.parallel.collectives import all_gather_single
-from ds_etp.patches.deepspeed.optimizer_slots import OptimizerSlot
+from ds_etp.patches.deepspeed.optimizer_tensors import BaseOptimizerTensor
 
-ShardSpec = Callable[[Tensor], Tensor | None]
+# From the tensor that the optimizer steps to this parameter's part of it, a view; None where the rank has none.
+Narrow = Callable[[Tensor], Tensor | None]
 
 
-class ParamState:
-    """`checkpoint.states.Place`, for a tensor that is kept whole, or as a part of a flat one."""
+class _LocalState:
+    """`checkpoint.states.ParamState` of a parameter that the rank holds all of: alone, or in a flat tensor of many."""
 
-    def __init__(self, parameter: Any, slot: OptimizerSlot | None, cut: ShardSpec, device: torch.device) -> None:
-        self.parameter, self.slot, self.cut, self.device = parameter, slot, cut, device
+    def __init__(
+        self, parameter: Any, optimizer_tensor: BaseOptimizerTensor | None, narrow: Narrow, device: torch.device
+    ) -> None:
+        self.parameter, self.optimizer_tensor = parameter, optimizer_tensor
+        self.narrow, self.device = narrow, device
 
     @property
-    def held(self) -> bool:
-        return self.part(WEIGHT) is not None
+    def is_local(self) -> bool:
+        return self.local_part(WEIGHT) is not None
 
-    def source(self, kind: str) -> Tensor:
-        if self.slot is None:
+    def _stored_tensor(self, state_name: str) -> Tensor:
+        if self.optimizer_tensor is None:
             whole: Tensor = self.parameter.data
             return whole
-        return self.slot.owner.detach() if kind == WEIGHT else self.slot.tensors()[kind]
+        return (
+            self.optimizer_tensor.owner.detach() if state_name == WEIGHT else self.optimizer_tensor.states()[state_name]
+        )
 
-    def part(self, kind: str) -> Tensor | None:
-        return self.cut(self.source(kind))
+    def local_part(self, state_name: str) -> Tensor | None:
+        return self.narrow(self._stored_tensor(state_name))
 
-    def dtype(self, kind: str) -> torch.dtype:
-        return self.source(kind).dtype
+    def dtype(self, state_name: str) -> torch.dtype:
+        return self._stored_tensor(state_name).dtype
 
-    def read(self, kind: str, reader: int) -> Tensor | None:
-        part = self.part(kind)
+    def read(self, state_name: str, reader: int) -> Tensor | None:
+        part = self.local_part(state_name)
         return part.reshape(self.parameter.shape) if part is not None and dist.get_rank() == reader else None
 
-    def write(self, kind: str, shard: Tensor) -> None:
-        part = self.part(kind)
+    def write(self, state_name: str, shard: Tensor) -> None:
+        part = self.local_part(state_name)
         if part is not None:
             part.copy_(shard.reshape(part.shape))
-        if kind == WEIGHT and self.slot is not None and self.slot.owner is not self.parameter:
+        if (
+            state_name == WEIGHT
+            and self.optimizer_tensor is not None
+            and self.optimizer_tensor.owner is not self.parameter
+        ):
             self.parameter.data.copy_(shard)
 
 
-class _Fragment(ParamState):
+class _FragmentState(_LocalState):
     """A fragment of a flat partition (ZeRO-1/2, BF16_Optimizer); other ranks of `_dp_group` have the rest."""
 
-    def read(self, kind: str, reader: int) -> Tensor | None:
+    def read(self, state_name: str, reader: int) -> Tensor | None:
         group = self.parameter._dp_group
         if reader not in dist.get_process_group_ranks(group):
             return None
-        part, source = self.part(kind), self.source(kind)
-        whole = torch.zeros(self.parameter.numel(), dtype=source.dtype, device=self.device)
+        part, dtype = self.local_part(state_name), self.dtype(state_name)
+        whole = torch.zeros(self.parameter.numel(), dtype=dtype, device=self.device)
         mapping = self.parameter._hp_mapping
         if part is not None:
             address = mapping.lp_fragment_address
@@ -83,30 +93,30 @@ class _Fragment(ParamState):
             dist.reduce(bits, dst=reader, group=group)
         return whole.view(self.parameter.shape) if dist.get_rank() == reader else None
 
-    def write(self, kind: str, shard: Tensor) -> None:
-        part = self.part(kind)
+    def write(self, state_name: str, shard: Tensor) -> None:
+        part = self.local_part(state_name)
         if part is not None:
             address = self.parameter._hp_mapping.lp_fragment_address
             part.copy_(shard.reshape(-1).narrow(0, address.start, address.numel))
 
 
-class _Partition(ParamState):
+class _PartitionState(_LocalState):
     """ZeRO-3: every rank of the parameter's group has an equal part, the last ones padded."""
 
     @property
     def group(self) -> Any:
         return self.parameter.ds_process_group
 
-    def source(self, kind: str) -> Tensor:
-        if self.slot is None:
+    def _stored_tensor(self, state_name: str) -> Tensor:
+        if self.optimizer_tensor is None:
             own: Tensor = self.parameter.ds_tensor.data
             return own
-        return super().source(kind)
+        return super()._stored_tensor(state_name)
 
-    def read(self, kind: str, reader: int) -> Tensor | None:
+    def read(self, state_name: str, reader: int) -> Tensor | None:
         if reader not in dist.get_process_group_ranks(self.group):
             return None
-        part = self.part(kind)
+        part = self.local_part(state_name)
         assert part is not None
         part = part.reshape(-1).to(self.device).contiguous()
         size = dist.get_world_size(self.group)
@@ -116,8 +126,8 @@ class _Partition(ParamState):
         parameter = self.parameter
         return whole[: parameter.ds_numel].view(parameter.ds_shape) if dist.get_rank() == reader else None
 
-    def write(self, kind: str, shard: Tensor) -> None:
-        part = self.part(kind)
+    def write(self, state_name: str, shard: Tensor) -> None:
+        part = self.local_part(state_name)
         assert part is not None
         size, flat = part.numel(), shard.reshape(-1)
         start = dist.get_rank(self.group) * size
@@ -137,8 +147,8 @@ class DeepSpeedStates:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
-        self._slots: list[OptimizerTensor] = []
-        self._places: dict[int, ParamState] = {}
+        self._optimizer_tensors: list[OptimizerTensor] = []
+        self._param_states: dict[int, _LocalState] = {}
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         self.optimizer_class = type(base).__name__ if hasattr(base, "param_groups") else None
         if self.optimizer is None or self.optimizer_class is None:
@@ -151,41 +161,43 @@ class DeepSpeedStates:
         elif isinstance(optimizer, BF16_Optimizer):
             self._find_fragments(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
         elif isinstance(optimizer, FP16_UnfusedOptimizer):
-            self._find_wholes(base, optimizer.fp16_groups, optimizer.fp32_groups)
+            self._find_whole_tensors(base, optimizer.fp16_groups, optimizer.fp32_groups)
         elif isinstance(optimizer, FP16_Optimizer):
-            self._find_flats(base, optimizer.fp16_groups, optimizer.fp32_groups_flat)
+            self._find_flat_groups(base, optimizer.fp16_groups, optimizer.fp32_groups_flat)
         elif isinstance(optimizer, torch.optim.Optimizer):
             groups = [group["params"] for group in optimizer.param_groups]
-            self._find_wholes(base, groups, groups)
+            self._find_whole_tensors(base, groups, groups)
         else:
             raise CheckpointError(f"ds_etp does not know where {type(optimizer).__name__} keeps its states")
 
-    def _slot(self, base: Any, place: int, owner: Tensor) -> OptimizerSlot:
-        slot = OptimizerSlot(base, place, owner)
-        self._slots.append(slot)
-        return slot
+    def _add_optimizer_tensor(self, base: Any, group_index: int, owner: Tensor) -> BaseOptimizerTensor:
+        tensor = BaseOptimizerTensor(base, group_index, owner)
+        self._optimizer_tensors.append(tensor)
+        return tensor
 
-    def _find_wholes(self, base: Any, groups: Any, masters: Any) -> None:
-        for place, (parameters, owners) in enumerate(zip(groups, masters, strict=True)):
+    def _find_whole_tensors(self, base: Any, groups: Any, masters: Any) -> None:
+        for group_index, (parameters, owners) in enumerate(zip(groups, masters, strict=True)):
             for parameter, owner in zip(parameters, owners, strict=True):
-                slot = self._slot(base, place, owner)
-                self._places[id(parameter)] = ParamState(parameter, slot, lambda tensor: tensor, self.engine.device)
+                stepped = self._add_optimizer_tensor(base, group_index, owner)
+                self._param_states[id(parameter)] = _LocalState(
+                    parameter, stepped, lambda tensor: tensor, self.engine.device
+                )
 
-    def _find_flats(self, base: Any, groups: Any, masters: Any) -> None:
-        for place, (parameters, owner) in enumerate(zip(groups, masters, strict=True)):
-            slot, offset = self._slot(base, place, owner), 0
+    def _find_flat_groups(self, base: Any, groups: Any, masters: Any) -> None:
+        for group_index, (parameters, owner) in enumerate(zip(groups, masters, strict=True)):
+            stepped, offset = self._add_optimizer_tensor(base, group_index, owner), 0
             for parameter in parameters:
-                cut = _narrow(offset, parameter.numel())
-                self._places[id(parameter)] = ParamState(parameter, slot, cut, self.engine.device)
+                narrow = _narrow(offset, parameter.numel())
+                self._param_states[id(parameter)] = _LocalState(parameter, stepped, narrow, self.engine.device)
                 offset += parameter.numel()
 
     def _find_fragments(self, optimizer: Any, groups: Any, partitions: Any) -> None:
-        for place, (parameters, owner) in enumerate(zip(groups, partitions, strict=True)):
-            slot = self._slot(optimizer.optimizer, place, owner)
+        for group_index, (parameters, owner) in enumerate(zip(groups, partitions, strict=True)):
+            stepped = self._add_optimizer_tensor(optimizer.optimizer, group_index, owner)
             for parameter in parameters:
                 address = parameter._hp_mapping and parameter._hp_mapping.hp_fragment_address
-                cut = _narrow(address.start, address.numel) if address else _nothing
-                self._places[id(parameter)] = _Fragment(parameter, slot, cut, self.engine.device)
+                narrow = _narrow(address.start, address.numel) if address else _no_part
+                self._param_states[id(parameter)] = _FragmentState(parameter, stepped, narrow, self.engine.device)
 
     def _find_partitions(self, optimizer: Any) -> None:
         if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu:
@@ -195,29 +207,33 @@ class DeepSpeedStates:
             if optimizer.offload_optimizer and optimizer.subgroup_to_device[number] != "cpu":
                 base = optimizer.backup_optimizer
             owner = optimizer.fp32_partitioned_groups_flat[number]
-            slot = self._slot(base, optimizer.sub_group_to_group_id[number], owner)
+            stepped = self._add_optimizer_tensor(base, optimizer.sub_group_to_group_id[number], owner)
             for parameter in parameters:
                 _, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                self._places[id(parameter)] = _Partition(parameter, slot, _narrow(offset, numel), self.engine.device)
+                self._param_states[id(parameter)] = _PartitionState(
+                    parameter, stepped, _narrow(offset, numel), self.engine.device
+                )
 
-    def place(self, parameter: nn.Parameter) -> Place:
+    def param_state(self, parameter: nn.Parameter) -> ParamState:
         """See `EngineStates`."""
-        place = self._places.get(id(parameter))
-        if place is None:
-            kind = _Partition if hasattr(parameter, "ds_id") else ParamState
-            place = self._places[id(parameter)] = kind(parameter, None, lambda tensor: tensor, self.engine.device)
-        return place
+        state = self._param_states.get(id(parameter))
+        if state is None:
+            state_class = _PartitionState if hasattr(parameter, "ds_id") else _LocalState
+            state = self._param_states[id(parameter)] = state_class(
+                parameter, None, lambda tensor: tensor, self.engine.device
+            )
+        return state
 
-    def slots(self) -> list[OptimizerTensor]:
+    def optimizer_tensors(self) -> list[OptimizerTensor]:
         """See `EngineStates`."""
-        return self._slots
+        return self._optimizer_tensors
 
-    def prepare(self, slots: Iterable[OptimizerTensor]) -> None:
+    def init_states(self, tensors: Iterable[OptimizerTensor]) -> None:
         """See `EngineStates`."""
-        for slot in slots:
-            assert isinstance(slot, OptimizerSlot)
-            if not slot.state:
-                slot.make()
+        for tensor in tensors:
+            assert isinstance(tensor, BaseOptimizerTensor)
+            if not tensor.state:
+                tensor.init_state()
 
     def before_load(self) -> None:
         """See `EngineStates`. ZeRO-3 keeps small parameters whole, beside their partitions."""
@@ -230,7 +246,7 @@ class DeepSpeedStates:
         if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
             # ZeRO-1/2 link states once; these may be new.
             optimizer._hp_optimizer_states_linked = False
-            if all(slot.state for slot in self._slots):
+            if all(tensor.state for tensor in self._optimizer_tensors):
                 optimizer._lazy_init_hp_params_optimizer_state()
             optimizer.update_lp_params()
         elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -261,11 +277,11 @@ class DeepSpeedStates:
                 setattr(scaler, key, value)
 
 
-def _narrow(start: int, size: int) -> ShardSpec:
+def _narrow(start: int, size: int) -> Narrow:
     return lambda tensor: tensor.narrow(0, start, size)
 
 
-def _nothing(_: Tensor) -> None:
+def _no_part(_: Tensor) -> None:
     return None
 
 

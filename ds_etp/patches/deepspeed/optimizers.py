@@ -16,38 +16,23 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.client_optimizer import accept_named_optimizer, accept_optimizer, split_param_groups
+from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
+from ds_etp.patches.deepspeed.ulysses import fix_zero_grad_scale
 from ds_etp.patches.deepspeed.zero_params import global_grad_norm
 
 
-def split_moe_param_groups(engine: Any) -> None:
-    """Expert parameters get optimizer groups marked `moe`, whoever makes the optimizer.
+def prepare_optimizer(engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
+    """What `_configure_optimizer` is given instead, whoever makes the optimizer. In this order:
 
-    DeepSpeed does so only for a plain list of parameters. Groups that a caller passes, and the groups of a
-    client optimizer, reach ZeRO-1/2 unsplit, which assert.
+    1. Its kind: one that needs whole tensors is refused, before it is built where that can be known.
+    2. Muon's marks, before ZeRO reads them off the parameters.
+    3. Expert parameters in groups marked `moe`. DeepSpeed makes them only for a plain list of parameters. Groups that
+       a caller passes, and the groups of a client optimizer, reach ZeRO-1/2 unsplit, which assert.
+    4. Whether the engine has experts to train, by those groups.
+
+    Raises:
+        ConfigError: the optimizer's step doesn't fit split experts.
     """
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _configure_optimizer(client_optimizer: Any, model_parameters: list[Any]) -> Any:
-            if client_optimizer is None:
-                accept_named_optimizer(engine)
-                if model_parameters and isinstance(model_parameters[0], dict):
-                    groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
-                    model_parameters = split_param_groups(groups)
-                expect_experts(model_parameters)
-            elif hasattr(client_optimizer, "param_groups"):
-                client_optimizer = accept_optimizer(engine, client_optimizer)
-                expect_experts(client_optimizer.param_groups)
-            else:
-                build = client_optimizer
-
-                def client_optimizer(parameters: Any) -> Any:
-                    optimizer = accept_optimizer(engine, build(parameters))
-                    expect_experts(optimizer.param_groups)
-                    return optimizer
-
-            return original(client_optimizer, model_parameters)
-
-        return _configure_optimizer
 
     def expect_experts(groups: list[Any]) -> None:
         # DeepSpeed asserts that a model with MoE layers has groups of them, which frozen experts haven't. They ask
@@ -56,7 +41,21 @@ def split_moe_param_groups(engine: Any) -> None:
         if engine.zero_optimization_stage() != 3:
             engine.has_moe_layers = any(is_moe_param(parameter) for parameter in parameters)
 
-    override(engine, "_configure_optimizer", make)
+    def accepted(optimizer: Any) -> Any:
+        optimizer = accept_optimizer(engine, optimizer)
+        expect_experts(optimizer.param_groups)
+        return optimizer
+
+    if client_optimizer is None:
+        accept_named_optimizer(engine)
+        if model_parameters and isinstance(model_parameters[0], dict):
+            groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
+            model_parameters = split_param_groups(groups)
+        expect_experts(model_parameters)
+        return None, model_parameters
+    if hasattr(client_optimizer, "param_groups"):
+        return accepted(client_optimizer), model_parameters
+    return (lambda parameters: accepted(client_optimizer(parameters))), model_parameters
 
 
 def _as_list(parameters: Any) -> list[Any]:
@@ -64,12 +63,22 @@ def _as_list(parameters: Any) -> list[Any]:
 
 
 def patch_optimizer(engine: Any, groups: ExpertGroups) -> None:
-    """Corrects the optimizer that the engine has just built, by what it turned out to be."""
-    optimizer = engine.optimizer
+    """Corrects the optimizer that the engine has just built, by what it turned out to be. In this order:"""
+    optimizer, topology = engine.optimizer, groups.topology
+    # 1. Optimizer states: independent of what follows.
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _link_states_after_all_groups(optimizer)
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+    # 2. The gradient norm of one pipeline stage: experts count in it.
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
         _count_experts_in_unfused_norm(optimizer, groups)
+    elif engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        fix_stage0_grad_norm(engine, groups)
+    # 3. The norm over all pipeline stages: around that of one.
+    if topology.pp > 1:
+        fix_pipeline_grad_norm(engine, groups)
+    # 4. The divisor of gradients, a number that nothing above reads.
+    if topology.cp > 1:
+        fix_zero_grad_scale(engine)
 
 
 def _link_states_after_all_groups(optimizer: Any) -> None:

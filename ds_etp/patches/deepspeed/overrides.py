@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed import set_optimizer_flags
+from torch import nn
+
 from ds_etp.patches.base import override
+
+
+def refresh_optimizer_flags(engine: Any, model: nn.Module) -> None:
+    """Has Muon look at the parameters' shapes anew, which sharding has changed."""
+    set_optimizer_flags(engine._config, model)
 
 
 def allow_zero3_experts(engine: Any) -> None:
@@ -30,17 +38,3 @@ def on_destroy(engine: Any, release: Callable[[], None]) -> None:
         return destroy
 
     override(engine, "destroy", make)
-
-
-def after_optimizer(engine: Any, correct: Callable[[], None]) -> None:
-    """Calls `correct` once the engine has built its optimizer."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _configure_optimizer(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            correct()
-            return result
-
-        return _configure_optimizer
-
-    override(engine, "_configure_optimizer", make)

@@ -20,9 +20,10 @@ from ds_etp.config.dense_rules import check_pipeline
 from ds_etp.dispatch.cost import DispatchChoice
 from ds_etp.errors import CheckpointError, ConfigError, config_error
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.loading.unread import deferred_modules
+from ds_etp.loading.deferred import deferred_modules
 from ds_etp.parallel.consensus import all_gather_object
 from ds_etp.parallel.topology import Topology
+from ds_etp.patches.deepspeed.engine import raw_config
 from ds_etp.patches.deepspeed.pipeline_autotp import check_tp_plan
 from ds_etp.patches.versions import check_pipeline_version
 
@@ -102,13 +103,13 @@ def _check_options(engine: Any) -> None:
     ):
         if refused:
             raise config_error(key, value, rule, works=works)
-    check_pipeline(stage, half_dtype(engine._config._param_dict), "PipelineModule")
+    check_pipeline(stage, half_dtype(raw_config(engine)), "PipelineModule")
 
 
 def _sequence_ranks(engine: Any) -> int:
     """As the config has it, or as Ulysses' groups are at the moment."""
     group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
-    named = engine._config._param_dict.get("sequence_parallel_size", 1)
+    named = raw_config(engine).get("sequence_parallel_size", 1)
     return max(int(named), dist.get_world_size(group) if group is not None else 1)
 
 
@@ -132,7 +133,7 @@ def validate_stages(
         layouts = check()
         _check_stage(engine, module, layouts)
         if tp > 1:
-            check_tp_plan(module, tp, engine._config._param_dict["tensor_parallel"].get("partition_config") is not None)
+            check_tp_plan(module, tp, raw_config(engine)["tensor_parallel"].get("partition_config") is not None)
     except Exception as error:
         failure = error
     if engine.local_rank >= 0:

@@ -12,8 +12,7 @@ Can go when DeepSpeed's AutoTP asks the mpu it was given.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +21,9 @@ from deepspeed.utils import groups as host_groups
 from torch import nn
 
 from ds_etp.checkpoint.names import HubNames
+from ds_etp.config.tp_plan import module_pattern
 from ds_etp.errors import ConfigError, config_error
+from ds_etp.patches.base import swapped
 
 # An empty plan would have AutoTP guess by the names of layers.
 _NOTHING = {"no_layer_of_this_stage": "colwise"}
@@ -57,22 +58,23 @@ def check_tp_plan(module: nn.Module, tp: int, has_own_plan: bool) -> None:
 @contextmanager
 def tp_plan_from_hf_names(module: Any) -> Iterator[None]:
     """While AutoTP partitions a pipeline's stage, shows it the plan and the config of the layers' own model."""
-    original = host._get_hf_tp_plan
     plan = _local_plan(module)
 
-    def asked_for(model: Any) -> dict[str, str] | None:
-        found: dict[str, str] | None = plan if model is module else original(model)
-        return found
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
+            found: dict[str, str] | None = plan if model is module else original(model)
+            return found
 
-    host._get_hf_tp_plan = asked_for
+        return _get_hf_tp_plan
+
     config = getattr(module, "hf_config", None)
     lent = config is not None and not hasattr(module, "config")
     if lent:
         module.config = config  # AutoTP looks for the number of key and value heads
     try:
-        yield
+        with swapped(host, "_get_hf_tp_plan", make):
+            yield
     finally:
-        host._get_hf_tp_plan = original
         if lent:
             del module.config
 
@@ -80,11 +82,7 @@ def tp_plan_from_hf_names(module: Any) -> Iterator[None]:
 def _local_plan(module: nn.Module) -> dict[str, str]:
     """The entries that are about modules of this stage's layers, each under its local path."""
     entries = getattr(getattr(module, "hf_config", None), "base_model_tp_plan", None) or {}
-    layers = {
-        re.compile(r"(?:.+\.)?" + "[^.]+".join(map(re.escape, pattern.split("*")))): style
-        for pattern, style in entries.items()
-        if "*" in pattern
-    }
+    layers = {module_pattern(pattern): style for pattern, style in entries.items() if "*" in pattern}
     hub_name = HubNames(module)
     plan = dict(_NOTHING)
     for path, _ in module.named_modules():

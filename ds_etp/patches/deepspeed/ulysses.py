@@ -35,6 +35,30 @@ from ds_etp.patches.base import override
 _HOW = "the mpu that UlyssesSPAttentionHF.register_with_transformers returns, given to deepspeed.initialize"
 
 
+def context_parallel_size(engine: Any) -> int:
+    """cp of an engine in the making; 1 for a pipeline, which `pipeline.stage_count` checks.
+
+    Raises:
+        ConfigError: an mpu of the caller's, sequence parallelism of another kind, or groups of another engine.
+    """
+    if engine.pipeline_parallelism:
+        return 1
+    cp = sequence_parallel_size(engine)
+    if cp == 1 and engine.mpu is not None and engine.mpu is not host_groups:
+        raise config_error(
+            "mpu",
+            type(engine.mpu).__name__,
+            "is an mpu of its own",
+            works="tensor_parallel.autotp_size in the config, and no mpu",
+        )
+    return cp
+
+
+def deepspeed_sequence_size() -> int:
+    """Ranks that share a sequence in DeepSpeed's groups module, which keeps a mesh and an earlier engine's mpu."""
+    return int(host_groups._get_sequence_parallel_world_size())
+
+
 def sequence_parallel_size(engine: Any) -> int:
     """How many ranks share each sequence; 1 without Ulysses.
 
@@ -42,8 +66,7 @@ def sequence_parallel_size(engine: Any) -> int:
         ConfigError: sequence parallelism of another kind, or groups of another engine.
     """
     if engine.mpu is not parallel_state_sp:
-        # DeepSpeed keeps the mpu of an earlier engine, and a mesh, in its groups module.
-        left = host_groups._get_sequence_parallel_world_size()
+        left = deepspeed_sequence_size()
         own = getattr(engine.mpu, "get_sequence_parallel_world_size", lambda: 1)()
         if max(left, own) > 1:
             raise config_error(

@@ -14,7 +14,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
-from ds_etp.experts.sharded import Shard, convert_module
+from ds_etp.experts.sharded import LocalShards, Shard, convert_module
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
 
 
@@ -33,15 +33,16 @@ def mark_expert_params(parameters: Iterable[nn.Parameter], groups: ExpertGroups)
 
 
 def set_zero3_leaf_modules(modules: Sequence[nn.Module]) -> None:
-    """Has ZeRO-3 follow each experts module as one, without the activation function inside.
+    """Marks each experts module as a ZeRO-3 leaf, so that its parameters are gathered together.
 
-    A family's forward calls that once for each expert that got tokens, so ranks would record different traces,
-    and ZeRO-3 stops where they differ. DeepSpeed does the same by itself for a few families (Mixtral, Qwen).
+    Otherwise the activation function, called once per non-empty expert, makes ranks record different prefetch traces.
+    Skipped for modules that share parameters: DeepSpeed would drop the second module's gradient. DeepSpeed marks the
+    modules of a few families (Mixtral, Qwen) itself.
     """
     owners = Counter(id(parameter) for module in modules for parameter in module.parameters())
     for module in modules:
-        # ZeRO-3 (0.19.5 to 0.19.8) reduces the gradients of such a module once it has run backward. Of what two modules
-        # share (diffusion_gemma's encoder and decoder) it would lose the part of the second.
+        # ZeRO-3 (0.19.5 to 0.19.8) reduces a leaf's gradients once the leaf has run backward; of parameters that two
+        # modules share (diffusion_gemma's encoder and decoder) that is before the second module's gradient is there.
         if all(owners[id(parameter)] == 1 for parameter in module.parameters()):
             set_z3_leaf_module(module, True)
 
@@ -61,7 +62,7 @@ def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGr
         if not shard.is_whole(name, parameter):
             continue
         convert = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]
-        with zero.GatheredParameters([parameter]):
+        with zero.GatheredParameters(LocalShards([parameter])):
             part = shard.slice(name, parameter.data)
         for attribute in [key for key in vars(parameter) if key.startswith("ds_")]:
             if attribute not in ("ds_zero_partition_group_name", "ds_zero_placement_family"):

@@ -18,7 +18,7 @@ from deepspeed.runtime.tensor_parallel import config
 from torch import nn
 
 from ds_etp.errors import config_error
-from ds_etp.patches.base import MethodPatch
+from ds_etp.patches.base import swapped
 from ds_etp.patches.peft.expert_lora import is_wrapper
 
 
@@ -94,15 +94,11 @@ def adapters_split_with_layers(model: nn.Module) -> Iterator[None]:
                 adapters = child.lora_A if row else child.lora_B
                 owners = [(child, "base_layer"), *((adapters, adapter) for adapter in adapters)]
                 for owner, key in owners:
-                    # Under the layer's own name, by which AutoTP finds its plan and how to cut uneven heads.
+                    # Under the layer's own name, by which AutoTP finds its tp_plan entry and how to cut uneven heads.
                     owner._modules[key] = original(self, owner._modules[key], name)
             return child
 
         return _replace_with_config
 
-    patch = MethodPatch(host.AutoTP, "_replace_with_config", make)
-    patch.apply()
-    try:
+    with swapped(host.AutoTP, "_replace_with_config", make):
         yield
-    finally:
-        patch.revert()

@@ -16,9 +16,9 @@ it does so where they are read outside their modules in a forward of the engine,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -32,7 +32,8 @@ from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.parallel import autograd
 from ds_etp.parallel.collectives import all_gather_single
 from ds_etp.parallel.process_groups import ProcessGroupInfo
-from ds_etp.patches.versions import check_peft_version
+from ds_etp.patches.signatures import check_signatures
+from ds_etp.patches.versions import warn_if_untested
 
 _INNER = "base_layer"
 # What PEFT puts between a module and the name it had: `base_layer` of a tuner, or the two of modules_to_save.
@@ -90,8 +91,10 @@ def check_adapters(model: Any, layouts: Mapping[str, ExpertsLayout]) -> None:
     """
     if not is_adapted(model) and not is_peft_model(model):
         return
-    check_peft_version()
     from peft.tuners.lora.layer import ParamWrapper
+
+    check_signatures("peft")
+    warn_if_untested("peft")
 
     if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
         raise config_error(
@@ -152,18 +155,23 @@ class AdaptedExperts:
     ds_etp_shard: Shard
     ds_etp_active: list[tuple[Any, list[str]]]
 
-    def forward(self, *args: Tensor) -> Tensor:
-        """The sharded module's forward, on weights with the adapters' products added."""
-        weights = _adapted_weights(self)
-        # An entry of the instance hides the parameter of that name from the family's forward, and from nobody
-        # else: parameters live in a dict of their own.
-        vars(self).update(weights)
-        try:
-            result: Tensor = super().forward(*args)  # type: ignore[misc]
-            return result
-        finally:
-            for name in weights:
-                del vars(self)[name]
+    def forward_weights(self) -> Callable[[], AbstractContextManager[None]]:
+        """See `ShardedExperts.forward_weights`: the weights with the products of the adapters that are active now."""
+        active = [(wrapper, adapter) for wrapper, adapters in self.ds_etp_active for adapter in adapters]
+        return partial(_with_products, self, active)
+
+
+@contextmanager
+def _with_products(experts: Any, active: list[tuple[Any, str]]) -> Iterator[None]:
+    weights = _adapted_weights(experts, active)
+    # An entry of the instance hides the parameter of that name from the family's forward, and from nobody
+    # else: parameters live in a dict of their own.
+    vars(experts).update(weights)
+    try:
+        yield
+    finally:
+        for name in weights:
+            del vars(experts)[name]
 
 
 @cache
@@ -171,15 +179,11 @@ def _adapted_class(sharded: type[nn.Module]) -> type[nn.Module]:
     return type(f"Adapted{sharded.__name__}", (AdaptedExperts, sharded), {"__module__": sharded.__module__})
 
 
-def _adapted_weights(experts: Any) -> dict[str, Tensor]:
-    """This rank's shards of the weights with the active adapters' products, by parameter name."""
+def _adapted_weights(experts: Any, active: list[tuple[Any, str]]) -> dict[str, Tensor]:
+    """This rank's shards of the weights with these wrappers' and adapters' products, by parameter name."""
     shard: Shard = experts.ds_etp_shard
     dispatcher: Any = shard.dispatcher
-    found = [
-        (wrapper.parameter_name, *wrapper.get_delta_factors(adapter))
-        for wrapper, adapters in experts.ds_etp_active
-        for adapter in adapters
-    ]
+    found = [(wrapper.parameter_name, *wrapper.get_delta_factors(adapter)) for wrapper, adapter in active]
     if not found:
         return {}
     # Tensor-parallel peers hold the same adapters and use other slices, or the same slices for other tokens.
@@ -214,6 +218,8 @@ def _split_class(wrapper: type[nn.Module]) -> type[nn.Module]:
     """PEFT's wrapper class, working on a shard. PEFT's own methods decide which adapters are active or merged."""
 
     class SplitParamWrapper(wrapper):  # type: ignore[misc, valid-type]
+        ds_etp_wrapped_class = wrapper
+
         @contextmanager
         def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
             adapters = [name for name in active_adapters or () if name in self.lora_A]

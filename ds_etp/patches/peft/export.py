@@ -52,18 +52,20 @@ def save_adapters(model: Any, tensors: LiveTensors, folder: Path, dtype: torch.d
 
 
 def _written(model: Any, tensors: LiveTensors) -> list[str]:
-    """Which of the model's tensors PEFT writes, found by letting it pick from stand-ins."""
+    """Which of the model's tensors PEFT writes, found by letting it pick from placeholders."""
     from peft import get_peft_model_state_dict
 
     names = [*tensors.specs]
     if dist.get_rank() != 0:
         return names
-    stand_ins = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in tensors.specs.items()}
+    placeholders = {
+        name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in tensors.specs.items()
+    }
     picked = {
         id(tensor)
         for adapter in model.peft_config
-        for tensor in get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter).values()
+        for tensor in get_peft_model_state_dict(model, state_dict=dict(placeholders), adapter_name=adapter).values()
     }
-    if not picked <= {id(tensor) for tensor in stand_ins.values()}:
+    if not picked <= {id(tensor) for tensor in placeholders.values()}:
         return names  # it made tensors of its own from them: it gets everything
-    return [name for name in names if id(stand_ins[name]) in picked]
+    return [name for name in names if id(placeholders[name]) in picked]

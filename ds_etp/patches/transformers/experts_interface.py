@@ -1,4 +1,4 @@
-"""What we ask of transformers' experts interface (5.0 to 5.24), and what it asks of us."""
+"""transformers' experts interface (5.0 to 5.24): implementation, K, sentinels, and models it has split itself."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from typing import Any
 
 from torch import nn
 
+from ds_etp.config.grouped_mm import keeps_alignment
 from ds_etp.errors import config_error
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.parallel.topology import Topology
-
-# What torch's grouped matrix multiply wants rows of an expert's weights to be a multiple of, in bytes.
-GROUPED_MM_ALIGNMENT = 16
+from ds_etp.patches.transformers.experts_flags import experts_implementation
 
 
 def is_aligned(module: nn.Module, layout: ExpertsLayout, topology: Topology, itemsize: int) -> bool:
     """Whether a module's experts implementation can multiply its shards, if it can the whole experts.
-
-    torch's grouped matrix multiply raises "strides should be multiple of 16 bytes" (2.13, on the CPU and on CUDA),
-    for weights and for the activations before the down projection, whose rows are as long.
 
     Args:
         module: the experts module, split or not.
@@ -27,13 +23,8 @@ def is_aligned(module: nn.Module, layout: ExpertsLayout, topology: Topology, ite
         topology: what it is split by.
         itemsize: bytes of one weight while training.
     """
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-
-    def fits(columns: int) -> bool:
-        return columns * itemsize % GROUPED_MM_ALIGNMENT == 0
-
-    size = layout.intermediate_size
-    return implementation != "grouped_mm" or fits(size // topology.etp) or not fits(size)
+    implementation = experts_implementation(module)
+    return implementation != "grouped_mm" or keeps_alignment(layout.intermediate_size, topology.etp, itemsize)
 
 
 def run_eagerly(module: Any) -> None:
@@ -49,7 +40,7 @@ _USUAL_PER_TOKEN = 8
 
 
 def experts_per_token(module: nn.Module, num_experts: int) -> int:
-    """K, as a module's config has it, or the field's usual one: only the choice of a plan depends on it."""
+    """K, as a module's config has it, or the field's usual one: only the choice of a dispatcher depends on it."""
     config = getattr(module, "config", None)
     for name in PER_TOKEN_NAMES:
         value = getattr(config, name, None)
@@ -74,16 +65,21 @@ def refuse_split_model(model: nn.Module) -> None:
         )
 
 
-# Implementations that skip an index of num_experts and up where a module says it is expert parallel: rows they didn't
-# compute are zeroed, forward and backward (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the
-# gradient of a gate's bias, and before 5.8 nothing is zeroed.
+# Experts implementations that take an expert index >= num_experts as a sentinel where the module's
+# `_is_expert_parallel` is set: the (token, expert) row is not multiplied, and its output and gradient are zero
+# (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the gradient of a gate's bias; before 5.8 such
+# rows are not zeroed at all.
 _SKIPS_SENTINELS = ("grouped_mm", "batched_mm")
 
 
 def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
-    """Lets an experts module skip experts that are elsewhere, where it is of a kind that can.
+    """Sets `_is_expert_parallel` on an experts module, so that indices of other ranks' experts are sentinels.
 
-    Not with one expert a rank: the histogram of grouped_mm would read its range from the device.
+    Not with one local expert: `grouped_mm`'s histogram of expert indices would then read its range from the device, a
+    host sync.
+
+    Returns:
+        Whether the module's class knows sentinels, and now uses them.
     """
     can = hasattr(module, "_is_expert_parallel") and layout.adapter is None
     if not can or topology.ep == 1 or layout.num_experts == topology.ep:
@@ -93,5 +89,5 @@ def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> 
 
 
 def skips_sentinels(module: nn.Module) -> bool:
-    """Whether an experts module that may skip experts does so under the implementation it has now."""
-    return getattr(module.config, "_experts_implementation", None) in _SKIPS_SENTINELS
+    """Whether the experts implementation that the module's config names now skips sentinels."""
+    return experts_implementation(module) in _SKIPS_SENTINELS

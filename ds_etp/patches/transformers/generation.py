@@ -1,4 +1,4 @@
-"""`generate()` waits for the longest prompt where ranks of one expert group hold different ones.
+"""Synchronized generation: `generate()` runs until all ranks are done, where expert ranks hold different prompts.
 
 Each forward of a layer is collective over its expert group. transformers (5.0 to 5.24) syncs generation only
 where it knows of ZeRO-3 or FSDP, so a rank whose prompts are done would leave its peers waiting.

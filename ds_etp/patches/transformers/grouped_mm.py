@@ -1,9 +1,9 @@
-"""transformers' grouped experts forward, for rows that are in the order of their experts already.
+"""transformers' `grouped_mm` experts forward, for rows that are already sorted by expert.
 
 The family's own sorts (row, expert) pairs, multiplies expert by expert, and puts results back in order: several
-copies of all pairs, forward and backward. Plans copy each pair once, into that order, and sum results by row, whatever
-their order is. The multiplications are transformers' own (as called here from 5.8 to 5.24; with 5.0's, whose arguments
-are in another order, the family's own forward runs), and so is what lies between them.
+copies of all pairs, forward and backward. Dispatchers copy each pair once, into that order, and sum results by row,
+whatever their order is. The multiplications are transformers' own (as called here from 5.8 to 5.24; with 5.0's, whose
+arguments are in another order, the family's own forward runs), and so is what lies between them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from ds_etp.experts.sharded import ShardedExperts
+from ds_etp.patches.transformers.experts_flags import experts_implementation
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ARGUMENTS = ["input", "weight", "offs", "bias", "is_transposed"]
@@ -51,7 +52,7 @@ def sorted_forward(module: nn.Module) -> Forward | None:
 
     None where the module would not run transformers' own `grouped_mm` now, or does something of its own beside it.
     """
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    implementation = experts_implementation(module)
     linear: Any = getattr(moe, "_grouped_linear", None)
     if (
         implementation != "grouped_mm"

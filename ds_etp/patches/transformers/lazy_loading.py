@@ -1,8 +1,8 @@
-"""`from_pretrained` that leaves tensors in their files.
+"""`from_pretrained` with lazy tensors: weights stay in their safetensors files until they are asked for.
 
 transformers (5.0 to 5.24) opens a checkpoint's files, renames what is in them, runs its conversions on it and puts the
-results into the model. It takes each tensor from its file before it converts it. Here it gets tensors that do
-that when they are asked for data. Names, conversions, types, ties and reports stay its own.
+results into the model. It takes each tensor from its file before it converts it. Here it gets lazy tensors, which are
+read when they are asked for data. Names, conversions, types, ties and reports stay its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from transformers.integrations import deepspeed as zero_config
 from transformers.utils import logging
 
 from ds_etp.errors import CheckpointError
-from ds_etp.loading.lazy import FileTensor, LazyTensor
-from ds_etp.patches.base import MethodPatch
+from ds_etp.loading.lazy import LazyTensor
+from ds_etp.loading.nodes import FileTensor
+from ds_etp.patches.base import swapped
 
 
 def _with_lazy_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,23 +65,19 @@ def _naming_the_file(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def lazy_state_dict() -> Iterator[None]:
     """Inside, `from_pretrained` makes models whose parameters and persistent buffers are `LazyTensor`s."""
-    patches = [
-        MethodPatch(modeling_utils, "convert_and_load_state_dict_in_model", _with_lazy_tensors),
-        MethodPatch(modeling_utils, "safe_open", _naming_the_file),
-    ]
     # At ZeRO-3 it would gather every parameter to fill it. There is nothing to fill, and the engine partitions later.
     alive = zero_config._hf_deepspeed_config_weak_ref
     # Nothing is read yet: the bar that counts comes later.
     bars = logging.is_progress_bar_enabled()
-    for patch in patches:
-        patch.apply()
     zero_config.unset_hf_deepspeed_config()
     logging.disable_progress_bar()
     try:
-        yield
+        with (
+            swapped(modeling_utils, "convert_and_load_state_dict_in_model", _with_lazy_tensors),
+            swapped(modeling_utils, "safe_open", _naming_the_file),
+        ):
+            yield
     finally:
-        for patch in patches:
-            patch.revert()
         zero_config._hf_deepspeed_config_weak_ref = alive
         if bars:
             logging.enable_progress_bar()

@@ -1,14 +1,17 @@
-"""A model of transformers without its weights: built from its config, on the meta device."""
+"""transformers models on the meta device, built from a config without memory (5.0 to 5.24)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 
 from ds_etp.errors import ConfigError
 
@@ -23,8 +26,6 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ConfigError: says in one line why there is none.
     """
-    from transformers import AutoConfig
-
     path = Path(source).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file() and (path.is_dir() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source[0] in "./~"):
@@ -52,21 +53,29 @@ def build_on_meta(
     """
     chosen: dict[str, Any] = {} if implementation is None else {"experts_implementation": implementation}
     try:
-        with torch.device("meta"):
-            model: nn.Module = _builder(config, trust_remote_code)(config, **chosen)
+        model: nn.Module = on_meta(_builder(config, trust_remote_code), config, **chosen)
     except Exception as error:  # a config can be wrong in as many ways as there are families
         raise _fault(source, "transformers cannot build it", error) from None
     return model
 
 
-def _builder(config: Any, trust_remote_code: bool) -> Any:
-    import transformers
+def on_meta(build: Callable[..., Any], config: Any, **options: Any) -> Any:
+    """What `build` makes of a config, its parameters and buffers on the meta device."""
+    with torch.device("meta"):
+        return build(config, **options)
 
+
+def named_class(names: Iterable[str]) -> Any:
+    """The first name's class that is a model of transformers; None where there is none."""
+    found = (getattr(transformers, name, None) for name in names)
+    return next((cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
+
+
+def _builder(config: Any, trust_remote_code: bool) -> Any:
     remote = trust_remote_code and hasattr(config, "auto_map")
-    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or []]
-    classes: list[Any] = [cls for cls in named if isinstance(cls, type)]
-    if classes and not remote:
-        return classes[0]._from_config
+    named = named_class(getattr(config, "architectures", None) or [])
+    if named is not None and not remote:
+        return named._from_config
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     return partial(auto.from_config, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Which modules transformers takes router logits from (transformers 5.0 to 5.24).
+"""Modules that transformers records router logits from (5.0 to 5.24).
 
 It records them with hooks on the modules that `_can_record_outputs` of the model's class names. A pipeline has to do so
 itself, since no rank runs the whole model.

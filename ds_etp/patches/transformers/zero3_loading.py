@@ -15,14 +15,14 @@ from typing import Any
 from transformers.integrations import deepspeed as host
 
 from ds_etp.config.deepspeed import BLOCK
-from ds_etp.patches.base import MethodPatch
+from ds_etp.patches.base import MethodPatch, swapped
 
 _NAME = "_apply_weight_conversions_to_state_dict"
 
 
 def loading_patches() -> list[MethodPatch]:
     """The patch, not yet applied; none where this transformers has no such guard."""
-    if not inspect.isgeneratorfunction(getattr(host, _NAME, None)):
+    if not inspect.isgeneratorfunction(inspect.unwrap(getattr(host, _NAME, len))):
         return []
     return [MethodPatch(host, _NAME, _convert_before_the_split)]
 
@@ -31,17 +31,14 @@ def _convert_before_the_split(original: Callable[..., Iterator[Any]]) -> Callabl
     @functools.wraps(original)
     def convert(*args: Any, **kwargs: Any) -> Iterator[Any]:
         parts = original(*args, **kwargs)
-        read = host.deepspeed_config
-        config = read()
+        config = host.deepspeed_config()
         if config is None or BLOCK not in config:
             yield from parts
             return
+        shown = {key: value for key, value in config.items() if key != "tensor_parallel"}
         # The guard runs before the first part is made.
-        host.deepspeed_config = lambda: {key: value for key, value in config.items() if key != "tensor_parallel"}
-        try:
+        with swapped(host, "deepspeed_config", lambda _: lambda: shown):
             first = next(parts)
-        finally:
-            host.deepspeed_config = read
         yield first
         yield from parts
 

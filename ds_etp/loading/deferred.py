@@ -1,7 +1,7 @@
-"""Experts whose weights are still in their files: what stands in for them, and how a rank reads its shard.
+"""Deferred loading of experts: placeholder parameters until an engine splits the model, then each rank's shard is read.
 
-In place of each weight stands one of the full shape that takes no memory and holds NaN. So a model's shapes,
-parameter objects and names are those of the whole model until an engine splits it, whatever the engine's layout.
+A placeholder has the full shape, takes no memory (stride 0) and holds NaN. So a model's shapes, parameter objects and
+names are those of the whole model until an engine splits it, whatever the engine's layout.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.chunks import expert_pieces
+from ds_etp.checkpoint.chunks import expert_chunks
 from ds_etp.errors import ConfigError
 from ds_etp.experts.sharded import Shard, convert_module
-from ds_etp.loading.lazy import LazyTensor, Node, whole
+from ds_etp.loading.lazy import LazyTensor
+from ds_etp.loading.nodes import Node, materialize
 
-_UNREAD = "ds_etp_unread"
+_DEFERRED = "ds_etp_deferred"
 
 
 class DeferredWeights:
-    """The weights of one module that aren't read: by parameter name. Refuses what would use or copy them."""
+    """The deferred weights of one module, by parameter name. Refuses what would use or copy them."""
 
     def __init__(self, module: nn.Module, path: str, nodes: dict[str, Node], progress: bool) -> None:
         self.path, self.nodes, self.progress = path, nodes, progress
@@ -39,13 +40,13 @@ class DeferredWeights:
     def __deepcopy__(self, _: Any) -> NoReturn:
         self._refuse()
 
-    def forget(self) -> None:
+    def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
 
 def defer_loading(model: nn.Module, paths: Iterable[str], *, progress: bool) -> None:
-    """Replaces a model's lazy parameters: those of the modules at `paths` by stand-ins, all others by their data.
+    """Replaces a model's lazy parameters: those of the modules at `paths` by placeholders, all others by their data.
 
     Args:
         model: some or all of its parameters and buffers are `LazyTensor`s.
@@ -68,12 +69,12 @@ def defer_loading(model: nn.Module, paths: Iterable[str], *, progress: bool) -> 
             (module._buffers if name in module._buffers else module._parameters)[name] = made[id(old)]  # type: ignore[assignment]
     for path, module in experts.items():
         if lazy[path]:
-            setattr(module, _UNREAD, DeferredWeights(module, path, lazy[path], progress))
+            setattr(module, _DEFERRED, DeferredWeights(module, path, lazy[path], progress))
 
 
-def _replacement(old: LazyTensor, stand_in: bool) -> Tensor:
-    nothing = torch.nan if old.dtype.is_floating_point else 0
-    data = torch.full((), nothing, dtype=old.dtype).expand(old.shape) if stand_in else whole(old.node)
+def _replacement(old: LazyTensor, is_placeholder: bool) -> Tensor:
+    filling = torch.nan if old.dtype.is_floating_point else 0
+    data = torch.full((), filling, dtype=old.dtype).expand(old.shape) if is_placeholder else materialize(old.node)
     if not isinstance(old, nn.Parameter):
         return data
     new = nn.Parameter(data, requires_grad=old.requires_grad)
@@ -85,7 +86,7 @@ def _replacement(old: LazyTensor, stand_in: bool) -> Tensor:
 
 def is_deferred(module: nn.Module) -> bool:
     """Whether a module's weights are still in their files."""
-    return _UNREAD in vars(module)
+    return _DEFERRED in vars(module)
 
 
 def deferred_modules(model: nn.Module) -> Iterator[str]:
@@ -99,26 +100,26 @@ def read_shard(
     shard: Shard,
     device: torch.device,
     dtype: torch.dtype | None,
-    then: Callable[[nn.Parameter], None] = lambda _: None,
+    on_param: Callable[[nn.Parameter], None] = lambda _: None,
 ) -> Exception | None:
-    """Reads this rank's shard of an unread module, one parameter at a time, and adopts the module.
+    """Reads this rank's shard of a deferred module, one parameter at a time, and converts the module.
 
     Args:
         module: its parameters have their full shapes.
         shard: what this rank holds of it.
         device: where to.
         dtype: what floating-point weights are cast to; None keeps their type.
-        then: called with each parameter once it is a shard.
+        on_param: called with each parameter once it is a shard.
 
     Returns:
         What went wrong, if anything did. The module is of its new shape then too.
     """
-    unread: DeferredWeights = vars(module).pop(_UNREAD)
+    deferred: DeferredWeights = vars(module).pop(_DEFERRED)
     failure: Exception | None = None
     for name, parameter in module.named_parameters():
         if not shard.is_whole(name, parameter):
             continue  # shared with a module that came before
-        source = unread.nodes.get(name)
+        source = deferred.nodes.get(name)
         if source is None:
             parameter.data = shard.slice(name, parameter.data)
         else:
@@ -126,21 +127,21 @@ def read_shard(
             target = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
             part = torch.empty(layout.local_shape(shard.topology), dtype=target)
             try:
-                for piece in expert_pieces(layout, shard):
-                    source.fill(piece.of(part), piece.box)
+                for chunk in expert_chunks(layout, shard):
+                    source.fill(chunk.of(part), chunk.logical)
             except Exception as error:
                 failure = error
             parameter.data = part.to(device)
             del part
-        then(parameter)
-    unread.forget()
+        on_param(parameter)
+    deferred.remove_hooks()
     convert_module(module, shard)
     return failure
 
 
 def with_progress(modules: Mapping[str, nn.Module], *, show: bool) -> Iterator[str]:
     """The paths of experts modules, with a progress bar where their weights are to be read."""
-    wanted = show and any(vars(module)[_UNREAD].progress for module in modules.values() if is_deferred(module))
+    wanted = show and any(vars(module)[_DEFERRED].progress for module in modules.values() if is_deferred(module))
     if not wanted:
         yield from modules
         return

@@ -12,9 +12,9 @@ from ds_etp.errors import ConfigError
 from ds_etp.pipeline import pipeline_batch
 from ds_etp.pipeline.batches import CausalLoss
 from ds_etp.pipeline.build import make_specs
-from ds_etp.pipeline.check import check_pieces
+from ds_etp.pipeline.check import check_pipe_layers
+from ds_etp.pipeline.layerless import LayerlessModel
 from ds_etp.pipeline.router_loss import RouterLoss
-from ds_etp.pipeline.skeleton import Skeleton
 from ds_etp.pipeline.structure import find_structure
 from tests.families.discover import family
 from tests.families.tiny import make_batch, make_tiny
@@ -34,7 +34,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", TAKEN_APART)
-def test_pieces_give_what_the_model_gives(name: str) -> None:
+def test_pipe_layers_give_what_the_model_gives(name: str) -> None:
     kind = family(name)
     model: Any = make_tiny(kind)
     batch = make_batch(kind, 0, 0)
@@ -42,15 +42,15 @@ def test_pieces_give_what_the_model_gives(name: str) -> None:
     mask[0, :3] = mask[1, -2:] = 0
     batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
     structure, loss = find_structure(model), CausalLoss(model)
-    routers = check_pieces(structure, NAMES, loss)
+    routers = check_pipe_layers(structure, NAMES, loss)
     expected = model(**batch, use_cache=False).loss
     expected.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
 
-    skeleton = Skeleton(structure)
-    specs = make_specs(structure, skeleton, NAMES[1:], routers)
-    skeleton.take_apart()
+    layerless = LayerlessModel(structure)
+    specs = make_specs(structure, layerless, NAMES[1:], routers)
+    layerless.take_apart()
     inputs, labels = pipeline_batch(batch)
     outputs: Any = inputs
     for spec in specs:
@@ -75,7 +75,7 @@ def test_what_is_not_understood_is_refused(name: str) -> None:
     model: Any = make_tiny(family(name))
     before = [(path, id(module)) for path, module in model.named_modules()]
     with pytest.raises(ConfigError, match=r"from_causal_lm\.model=") as error:
-        check_pieces(find_structure(model), NAMES, CausalLoss(model))
+        check_pipe_layers(find_structure(model), NAMES, CausalLoss(model))
     assert REFUSED[name] in str(error.value)
     assert [(path, id(module)) for path, module in model.named_modules()] == before
 
@@ -98,7 +98,7 @@ def test_a_bypass_of_the_layers_is_noticed() -> None:
     model = make_model("mixtral")
     model.model.norm = _Bypass(model.model.norm, model.model.embed_tokens)
     with pytest.raises(ConfigError, match="makes logits of more than the last layer's hidden states"):
-        check_pieces(find_structure(model), NAMES, CausalLoss(model))
+        check_pipe_layers(find_structure(model), NAMES, CausalLoss(model))
 
 
 def test_a_loss_of_its_own_is_noticed() -> None:
@@ -106,7 +106,7 @@ def test_a_loss_of_its_own_is_noticed() -> None:
     loss = CausalLoss(model)
     model.loss_function = lambda logits, labels, vocab_size, **_: 2 * logits.float().square().mean()
     with pytest.raises(ConfigError, match="loss of its own"):
-        check_pieces(find_structure(model), NAMES, loss)
+        check_pipe_layers(find_structure(model), NAMES, loss)
 
 
 def test_it_wants_ranks_first() -> None:
@@ -118,13 +118,18 @@ def test_router_sums_travel_through_bf16() -> None:
     generator = torch.Generator().manual_seed(0)
     routers = RouterLoss(experts=40, top_k=2, weight=0.1)
     hidden = torch.randn(2, 5, 16, generator=generator).bfloat16().requires_grad_()
-    likely = (1000 * torch.rand(40, generator=generator)).requires_grad_()
-    packed = routers.pack(hidden, likely)
+    prob_sums = (1000 * torch.rand(40, generator=generator)).requires_grad_()
+    packed = routers.pack(hidden, prob_sums)
     assert packed.dtype == torch.bfloat16 and packed.shape == (2, 5 + 4, 16)  # 120 numbers in rows of 2 x 16
-    got_hidden, got_likely = routers.unpack(packed)
+    got_hidden, got_prob_sums = routers.unpack(packed)
     grads = torch.randn(2, 5, 16, generator=generator).bfloat16(), torch.randn(40, generator=generator)
-    torch.autograd.backward([got_hidden, got_likely], grads)
-    for ours, theirs in ((got_hidden, hidden), (got_likely, likely), (hidden.grad, grads[0]), (likely.grad, grads[1])):
+    torch.autograd.backward([got_hidden, got_prob_sums], grads)
+    for ours, theirs in (
+        (got_hidden, hidden),
+        (got_prob_sums, prob_sums),
+        (hidden.grad, grads[0]),
+        (prob_sums.grad, grads[1]),
+    ):
         assert torch.equal(ours, theirs)  # to the bit, both ways
 
 

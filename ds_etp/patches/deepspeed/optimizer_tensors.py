@@ -1,4 +1,4 @@
-"""What a base optimizer (torch's, FusedAdam, DeepSpeedCPUAdam) keeps of one tensor it steps."""
+"""Optimizer state of one tensor that the base optimizer (torch's, FusedAdam, DeepSpeedCPUAdam) steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from torch import Tensor
 from ds_etp.checkpoint.states import split_state
 
 
-class OptimizerSlot:
-    """`checkpoint.states.OptimizerTensor`: `owner` is the tensor that `base` steps, in its param group `place`."""
+class BaseOptimizerTensor:
+    """`checkpoint.states.OptimizerTensor` of a base optimizer.
 
-    def __init__(self, base: Any, place: int, owner: Tensor) -> None:
-        self.base, self.owner, self._place = base, owner, place
+    Args:
+        base: the optimizer.
+        group_index: of the tensor's group in `base.param_groups`.
+        owner: a parameter, its fp32 master or a flat partition: the key of its state in `base.state`.
+    """
+
+    def __init__(self, base: Any, group_index: int, owner: Tensor) -> None:
+        self.base, self.owner, self._group_index = base, owner, group_index
 
     @property
     def group(self) -> dict[str, Any]:
         """Looked up anew each time: schedulers and ZeRO exchange the dicts."""
-        group: dict[str, Any] = self.base.param_groups[self._place]
+        group: dict[str, Any] = self.base.param_groups[self._group_index]
         return group
 
     @property
@@ -29,17 +35,17 @@ class OptimizerSlot:
         state: dict[str, Any] = self.base.state.get(self.owner, {})
         return state
 
-    def tensors(self) -> dict[str, Tensor]:
+    def states(self) -> dict[str, Tensor]:
         """The states with one entry per weight."""
-        return split_state(f"param group {self._place}", self.owner, self.state)[0]
+        return split_state(f"param group {self._group_index}", self.owner, self.state)[0]
 
-    def kinds(self) -> dict[str, torch.dtype]:
+    def state_dtypes(self) -> dict[str, torch.dtype]:
         """See `OptimizerTensor`."""
-        return {kind: tensor.dtype for kind, tensor in self.tensors().items()}
+        return {name: tensor.dtype for name, tensor in self.states().items()}
 
     def scalars(self) -> dict[str, float]:
         """See `OptimizerTensor`. FusedAdam has had `step` in the group."""
-        own = split_state(f"param group {self._place}", self.owner, self.state)[1]
+        own = split_state(f"param group {self._group_index}", self.owner, self.state)[1]
         return {"step": self.group["step"], **own} if self.state and "step" in self.group else own
 
     def set_scalars(self, values: Mapping[str, float]) -> None:
@@ -53,11 +59,11 @@ class OptimizerSlot:
         if "step" in self.group and "step" in values:
             self.group["step"] = type(self.group["step"])(values["step"])
 
-    def forget(self) -> None:
+    def drop_state(self) -> None:
         """See `OptimizerTensor`."""
         self.base.state.pop(self.owner, None)
 
-    def make(self) -> None:
+    def init_state(self) -> None:
         """One step of the base optimizer with zero gradients and no learning rate."""
         owner, base = self.owner, self.base
         weights, gradient, groups = owner.detach().clone(), owner.grad, base.param_groups

@@ -1,4 +1,4 @@
-"""The family's own forward without its layers: what each stage runs to learn how its layers are called."""
+"""The model's own forward with stubs for its layers: each pipeline stage runs it to learn how layers are called."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_etp.pipeline.structure import Call, Structure
+from ds_etp.pipeline.structure import LayerCall, Structure
 
 
 class _EnoughError(Exception):
@@ -27,11 +27,11 @@ class _Base(nn.Module):
         return self.output_class(**self.fields)
 
 
-class Skeleton:
-    """A model without its layers, and on each stage without the weights that other stages hold.
+class LayerlessModel:
+    """A model without its decoder layers, and without the weights that other pipeline stages hold.
 
-    It is no module: its weights are registered with the pieces that use them, and its buffers (rotary frequencies)
-    keep their type when an engine casts the model.
+    It is no module: its weights are registered with the pipeline layers that use them, and its buffers (rotary
+    frequencies) keep their type when an engine casts the model.
     """
 
     def __init__(self, structure: Structure) -> None:
@@ -39,16 +39,16 @@ class Skeleton:
         self._lm, self._base, self._trace = structure.lm, structure.base, structure.trace
         self._stub = _Base(structure.output_class)
         self._last = len(structure.layers) - 1
-        self._seen: tuple[Any, tuple[Any, ...], tuple[Call, ...]] | None = None
+        self._seen: tuple[Any, tuple[Any, ...], tuple[LayerCall, ...]] | None = None
         self._ready: tuple[torch.device, bool] | None = None
 
     def take_apart(self) -> None:
         """Takes the layers and the base model out of the language model."""
-        setattr(self._base, self._structure.layers_name, self._structure.empty_layers())
+        setattr(self._base, self._structure.layers_name, self._structure.layer_stubs())
         setattr(self._lm, self._structure.base_name, self._stub)
 
     def drop(self, path: str) -> None:
-        """Takes out a module that another stage has, by its path in the model it came from."""
+        """Takes out a module that another pipeline stage has, by its path in the model it came from."""
         top, _, rest = path.partition(".")
         root, inner = (self._base, rest) if top == self._structure.base_name else (self._lm, path)
         parent, _, name = inner.rpartition(".")
@@ -58,7 +58,7 @@ class Skeleton:
         """What the first layer gets, from `input_ids` `[B, S]` and what else a batch has."""
         first: list[Tensor] = []
 
-        def on_layer(index: int, hidden: Tensor, call: Call) -> Tensor:
+        def on_layer(index: int, hidden: Tensor, call: LayerCall) -> Tensor:
             first.append(hidden)
             raise _EnoughError
 
@@ -67,7 +67,7 @@ class Skeleton:
             self._run(**batch)
         return first[0]
 
-    def calls(self, hidden: Tensor, extras: dict[str, Tensor], training: bool) -> tuple[Call, ...]:
+    def calls(self, hidden: Tensor, extras: dict[str, Tensor], training: bool) -> tuple[LayerCall, ...]:
         """How each layer is called, for hidden states of this shape and type: masks, positions, rotary embeddings.
 
         Made once a micro batch, as the family's forward does, by the first layer of a stage that asks.
@@ -80,10 +80,10 @@ class Skeleton:
         return self._seen[2]
 
     @torch.no_grad()
-    def _make_calls(self, hidden: Tensor, extras: dict[str, Tensor], training: bool) -> tuple[Call, ...]:
-        found: list[Call] = []
+    def _make_calls(self, hidden: Tensor, extras: dict[str, Tensor], training: bool) -> tuple[LayerCall, ...]:
+        found: list[LayerCall] = []
 
-        def on_layer(index: int, hidden: Tensor, call: Call) -> Tensor:
+        def on_layer(index: int, hidden: Tensor, call: LayerCall) -> Tensor:
             found.append(call)
             if index == self._last:
                 raise _EnoughError

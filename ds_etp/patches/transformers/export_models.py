@@ -1,22 +1,22 @@
-"""Models of transformers without weights: what an export asks for names and the hub's format."""
+"""Models on the meta device for exports: of a checkpoint or a pipeline, asked for names and the hub's conversions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ds_etp.checkpoint.export import tied_names
-from ds_etp.checkpoint.format import Stored
+from ds_etp.checkpoint.format import StoredCheckpoint
 from ds_etp.errors import CheckpointError
+from ds_etp.patches.transformers.meta_models import named_class, on_meta
 
 
-def model_of_checkpoint(stored: Stored, config: Path | None) -> Any:
+def model_of_checkpoint(stored: StoredCheckpoint, config: Path | None) -> Any:
     """The checkpoint's model on the meta device.
 
     Args:
@@ -42,7 +42,7 @@ def model_of_checkpoint(stored: Stored, config: Path | None) -> Any:
             f"{stored.folder} holds a model of PEFT. Load it into an engine, and write its adapters with "
             "ds_etp.save_pretrained(engine, folder)."
         )
-    return _made(loaded, str(extra.get("model_class")), extra.get("hf_generation_config"))
+    return _build(loaded, str(extra.get("model_class")), extra.get("hf_generation_config"))
 
 
 def model_of_stages(module: nn.Module, names: set[str], engine: Any) -> Any:
@@ -50,7 +50,7 @@ def model_of_stages(module: nn.Module, names: set[str], engine: Any) -> Any:
 
     Args:
         module: a `PipelineModule`; its attribute `hf_config` is that model's config.
-        names: of the tensors of all stages.
+        names: of the tensors of all pipeline stages.
         engine: of the module.
 
     Raises:
@@ -63,21 +63,22 @@ def model_of_stages(module: nn.Module, names: set[str], engine: Any) -> Any:
             "of. Save a checkpoint, and take the model out of it: ds-etp export --config FOLDER"
         )
     generation = getattr(module, "hf_generation_config", None)
-    model = _made(config, (config.architectures or [""])[0], generation and generation.to_dict())
+    model = _build(config, (config.architectures or [""])[0], generation and generation.to_dict())
     check_names(model, names, "the PipelineModule, by its hf_names,")
     return model.to(torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
 
 
-def _made(config: Any, class_name: str, generation: Mapping[str, Any] | None) -> Any:
-    named = getattr(transformers, class_name, None)
-    with torch.device("meta"):
-        if isinstance(named, type) and issubclass(named, PreTrainedModel):
-            model = named(config)
-        else:
-            model = AutoModelForCausalLM.from_config(config)
+def _build(config: Any, class_name: str, generation: Mapping[str, Any] | None) -> Any:
+    # The class itself: `_from_config` would write a dtype into the config, and partition at ZeRO-3.
+    model = on_meta(named_class([class_name]) or AutoModelForCausalLM.from_config, config)
     if generation and model.can_generate():
         model.generation_config = GenerationConfig.from_dict(generation)
     return model
+
+
+def names_ignored_on_save(model: PreTrainedModel) -> Collection[str]:
+    """Tensors that `save_pretrained` leaves out, by what the model's class says (5.0 to 5.24)."""
+    return model._keys_to_ignore_on_save or ()
 
 
 def check_names(model: nn.Module, stored: set[str], where: str) -> None:

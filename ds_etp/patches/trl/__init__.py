@@ -1,0 +1,1 @@
+"""Every touch of TRL's internals."""
