@@ -56,6 +56,13 @@ def _named(module: str, name: str, **attributes: Any) -> Any:
     return kind([torch.nn.Parameter(torch.ones(2))], lr=0.1)
 
 
+def _accelerated(optimizer: Any) -> AcceleratedOptimizer:
+    """Wrapped as Accelerate does, without the state of an Accelerator, which is the whole process's."""
+    wrapper = object.__new__(AcceleratedOptimizer)
+    wrapper.optimizer = optimizer
+    return wrapper
+
+
 def test_by_package_name_and_options() -> None:
     """A name counts with its package; a subclass counts as what it inherits its step from; a wrapper as what it has."""
     assert is_elementwise(_named("apex.optimizers.fused_adam", "FusedAdam"))
@@ -74,8 +81,8 @@ def test_by_package_name_and_options() -> None:
     assert is_elementwise(inherited(weights)) and not is_elementwise(own(weights))
     adamw = torch.optim.AdamW(weights)
     torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1.0)  # wraps its step
-    assert is_elementwise(AcceleratedOptimizer(adamw))
-    assert not is_elementwise(AcceleratedOptimizer(torch.optim.Adafactor(weights)))
+    assert is_elementwise(_accelerated(adamw))
+    assert not is_elementwise(_accelerated(torch.optim.Adafactor(weights)))
 
 
 def refusal(how: str, name: str, block: dict[str, Any]) -> tuple[str, int]:
@@ -103,14 +110,14 @@ def refusal(how: str, name: str, block: dict[str, Any]) -> tuple[str, int]:
 
 @pytest.mark.parametrize(
     ("how", "name"),
-    [("config", "Lamb"), ("config", "OneBitAdam"), ("object", "Adafactor"), ("callable", "Adafactor")],
+    [("config", "Lamb"), ("object", "Adafactor"), ("callable", "Adafactor")],
 )
 def test_an_optimizer_that_needs_whole_tensors_is_refused(launcher: Launcher, how: str, name: str) -> None:
     """On all ranks alike, with the key for those who know better; before a group is made, where it is known then."""
     said = launcher.run(2, refusal, how=how, name=name, block={"etp_size": 2})
     assert said[0] == said[1]
     message, groups = said[0]
-    shown = name if how == "config" else f"torch.optim._adafactor.{name}"
+    shown = name if how == "config" else f"torch.optim.{name}"
     assert message.startswith(f"optimizer{'.type' * (how == 'config')}={shown!r} is not known to update each entry")
     assert message.endswith('set "allow_optimizer": true in expert_tensor_parallel.')
     assert groups == 0 or how == "callable"

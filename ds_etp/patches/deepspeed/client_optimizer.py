@@ -96,19 +96,50 @@ class _SyncHyperparams:
         """Starts anew, with these groups: a state dict that is loaded replaces them."""
         self._groups = [(groups[source], groups[experts]) for source, experts in self._pairs]
         self._last = [self._settings(source) for source, _ in self._groups]
+        self._before = self._last
 
     @staticmethod
     def _settings(group: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in group.items() if key not in _OWN_FIELDS}
 
-    def __call__(self, optimizer: Any, *_: Any) -> None:
-        """Called by the optimizer before each step."""
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        """The optimizer's step pre-hook."""
         # Schedulers look here to see whether they are called in the right order.
         optimizer._opt_called = True
         for (source, group), last in zip(self._groups, self._last, strict=True):
             for key, value in self._settings(source).items():
                 if key in last and value != last[key] and group.get(key) == last[key]:
                     group[key] = last[key] = value
+        self._before = [self._settings(source) for source, _ in self._groups]
+
+    def after_step(self, *_: Any) -> None:
+        """The optimizer's step post-hook: what a step itself counts in a group (schedule-free: `k`) isn't passed on."""
+        for (source, _), last, before in zip(self._groups, self._last, self._before, strict=True):
+            for key, value in self._settings(source).items():
+                if key in last and last[key] == before[key] != value:
+                    last[key] = value
+
+
+class _StepFilledGroups:
+    """Hides groups without parameters from a step.
+
+    ZeRO-3 steps part by part, with all groups there and parameters in one of them. Optimizers that count steps in
+    their groups (schedule-free) would count every part; with plain DeepSpeed and one group there is only one.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[dict[str, Any]] | None = None
+
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        """The optimizer's step pre-hook."""
+        self.after_step(optimizer)  # if the last step raised
+        self._all = optimizer.param_groups
+        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """The optimizer's step post-hook."""
+        if self._all is not None:
+            optimizer.param_groups, self._all = self._all, None
 
 
 def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -145,8 +176,10 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     # A scheduler wraps `step` on the instance; the wrapper would step the client's object.
     vars(whole).pop("step", None)
     whole.param_groups = groups
-    sync = _SyncHyperparams(groups, pairs)
-    whole.register_step_pre_hook(sync)
+    sync, filled = _SyncHyperparams(groups, pairs), _StepFilledGroups()
+    for hooks in (sync, filled):
+        whole.register_step_pre_hook(hooks.before_step)
+        whole.register_step_post_hook(hooks.after_step)
     whole.register_load_state_dict_post_hook(lambda loaded: sync.follow(loaded.param_groups))
 
     def shown() -> list[dict[str, Any]]:
