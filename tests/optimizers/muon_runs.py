@@ -7,8 +7,11 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
 import ds_etp
+from ds_etp.parallel.process_groups import ProcessGroupInfo
+from ds_etp.patches.deepspeed import muon
 from tests.oracle import Recipe, Run
 from tests.sharded import Layout, ds_config, full_tensors, run_steps, weight
 
@@ -68,3 +71,27 @@ def train_muon_plain(recipe: Recipe, layout: Layout, **params: Any) -> Run:
     run.weights = full_tensors(engine, weight)
     engine.destroy()
     return run
+
+
+def overflow(nesterov: bool) -> Any:
+    """Momentum and update of a split matrix of this rank's, and of the whole one: with an overflow, and without."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    peers = ProcessGroupInfo(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+    split = muon._SplitLayer(0, ((2, 2), (3, 3)), peers)  # two chunks, each over both ranks
+    muon._install()
+    torch.manual_seed(0)
+    grad, momentum = torch.randn(10, 6), torch.randn(10, 6)
+    found: list[Any] = [[], [], [], []]
+    for entry in (float("inf"), 1.0):
+        grad[0, 0] = entry
+        moments = [split.take(momentum).clone(), momentum.clone()]
+        updates = [
+            original_muon.muon_update(split.take(grad).clone(), moments[0], nesterov=nesterov, num_heads=split),
+            original_muon.muon_update(grad.clone(), moments[1], nesterov=nesterov),
+        ]
+        for place, value in enumerate((moments[0], updates[0], split.take(moments[1]), updates[1])):
+            found[place].append(value)
+        whole = split.gather(updates[0])
+        found[1][-1] = whole
+    return found

@@ -36,7 +36,9 @@ def accept_optimizer(engine: Any, optimizer: Any) -> Any:
     extension = vars(engine)["ds_etp"]
     check_optimizer(optimizer, extension.block, extension.topology)
     if any(kind.__name__ == "MuonWithAuxAdam" for kind in type(optimizer).__mro__):
-        prepare_muon(engine.module, extension.groups)
+        groups = (group for group in optimizer.param_groups if group.get("use_muon"))
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        prepare_muon(engine.module, extension.groups, lambda parameter: id(parameter) in stepped)
     return split_optimizer(optimizer) if _needs_marked_groups(engine, optimizer) else optimizer
 
 
@@ -46,7 +48,7 @@ def accept_named_optimizer(engine: Any) -> None:
         if not all(hasattr(parameter, "use_muon") for parameter in engine.module.parameters()):
             # Some were replaced on the way here. Not for all: `per_head_muon` counts heads before AutoTP splits them.
             refresh_optimizer_flags(engine, engine.module)
-        prepare_muon(engine.module, vars(engine)["ds_etp"].groups)
+        prepare_muon(engine.module, vars(engine)["ds_etp"].groups, lambda parameter: parameter.use_muon)
 
 
 def _needs_marked_groups(engine: Any, optimizer: Any) -> bool:
@@ -114,8 +116,8 @@ class _SyncHyperparams:
 
     def after_step(self, *_: Any) -> None:
         """The optimizer's step post-hook: what a step itself counts in a group (schedule-free: `k`) isn't passed on."""
-        for (source, _), last, before in zip(self._groups, self._last, self._before, strict=True):
-            for key, value in self._settings(source).items():
+        for groups, last, before in zip(self._groups, self._last, self._before, strict=True):
+            for key, value in self._settings(groups[0]).items():
                 if key in last and last[key] == before[key] != value:
                     last[key] = value
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ds_etp.errors import config_error
 from ds_etp.experts.layout import ParameterLayout, full_shape, join_chunks, take_chunks
 from ds_etp.experts.sharded import Shard, sharded_modules
-from ds_etp.parallel.collectives import all_gather_rows, all_to_all_rows, balanced_splits
+from ds_etp.parallel.collectives import all_gather_rows, all_reduce_in_place, all_to_all_rows, balanced_splits
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
 from ds_etp.patches.base import MethodPatch
 from ds_etp.patches.versions import check_muon_version
@@ -32,11 +32,14 @@ _ORIGINAL = "deepspeed.runtime.zero.muon.original_muon"
 _WITH_ADAM = "deepspeed.runtime.zero.muon.muon_optimizer"
 # Every caller takes `muon_update` from one of these.
 _CALLERS = (_ORIGINAL, _WITH_ADAM)
+_MARKS = ("is_expert_group", "muon_num_heads")
 _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 
 class SplitMatrix:
-    """How the whole matrices of one parameter come together. Collective over the ranks that hold parts of them."""
+    """How the whole matrices of one parameter come together. Collective over `peers`, which hold parts of them."""
+
+    peers: ProcessGroupInfo
 
     def gather(self, shard: Tensor) -> Tensor:
         """The whole matrices that this rank orthogonalizes, perhaps none, from every rank's shard."""
@@ -109,33 +112,56 @@ class _SplitLayer(SplitMatrix):
         return take_chunks(whole, self.dim, [list(shares) for shares in self.widths], self.peers.index)
 
 
-def prepare_muon(model: nn.Module, groups: ExpertGroups) -> None:
+def prepare_muon(model: nn.Module, groups: ExpertGroups, uses_muon: Callable[[Any], bool]) -> None:
     """Has DeepSpeed's Muon orthogonalize whole matrices, of the experts and of AutoTP's layers.
 
     Args:
         model: sharded; its parameters get marks.
         groups: those of its engine.
+        uses_muon: whether Muon steps a parameter; Adam, which goes with it, steps the others as they are.
 
     Raises:
         ConfigError: another DeepSpeed, or a matrix is split in a way that can't be undone.
     """
-    found = list(_split_matrices(model, groups))
+    found = list(_split_matrices(model, groups, uses_muon))
     if not found:
         return
     check_muon_version()
     for parameter, split in found:
-        parameter.is_expert_group = parameter.muon_num_heads = split  # type: ignore[attr-defined]
+        _mark(parameter, split)
+    _install()
+
+
+def _install() -> None:
     for name in _CALLERS:
         MethodPatch(import_module(name), "muon_update", _on_whole_matrices).apply()
 
 
-def _split_matrices(model: nn.Module, groups: ExpertGroups) -> Iterator[tuple[nn.Parameter, SplitMatrix]]:
+def mark_masters(optimizer: Any) -> None:
+    """FP16_UnfusedOptimizer (bf16 and fp16, stage 0) has Muon step fp32 copies of parameters: they get their marks."""
+    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            split = getattr(parameter, _MARKS[0], None)
+            if isinstance(split, SplitMatrix):
+                _mark(master, split)
+
+
+def _mark(parameter: Tensor, split: SplitMatrix) -> None:
+    for mark in _MARKS:
+        setattr(parameter, mark, split)
+
+
+def _split_matrices(
+    model: nn.Module, groups: ExpertGroups, uses_muon: Callable[[Any], bool]
+) -> Iterator[tuple[nn.Parameter, SplitMatrix]]:
     experts: set[int] = set()
     for _, module in sharded_modules(model):
         shard: Shard = module.ds_etp_shard
         for name, parameter in module.named_parameters():
             layout = shard.layout.parameters[name]
             experts.add(id(parameter))
+            if not uses_muon(parameter):
+                continue
             if len(layout.shape) == 2:
                 if groups.expert_model_parallel.size > 1:
                     yield parameter, _SplitTable(layout, shard, groups.expert_model_parallel)
@@ -148,7 +174,7 @@ def _split_matrices(model: nn.Module, groups: ExpertGroups) -> Iterator[tuple[nn
         whole_heads = getattr(parameter, "muon_num_heads", None) is not None
         if id(parameter) in experts or is_moe_param(parameter) or whole_heads:
             continue
-        if getattr(parameter, "use_muon", True) and len(full_shape(parameter)) > 1:
+        if uses_muon(parameter) and len(full_shape(parameter)) > 1:
             split = _autotp_split(name, parameter, groups.tp)
             if split is not None:
                 yield parameter, split
@@ -199,8 +225,9 @@ def _on_whole_matrices(original: Callable[..., Tensor]) -> Callable[..., Tensor]
         if not isinstance(split, SplitMatrix):
             return original(grad, momentum, beta, is_expert_group=is_expert_group, num_heads=num_heads, **options)
         # The momentum and Nesterov's look ahead go entry by entry: only the result has to travel. A gradient that
-        # overflowed stays out of the momentum and goes on, so that its step is skipped.
-        finite = torch.isfinite(grad).all()
+        # overflowed, on any peer, stays out of the momentum and goes on, so that its step is skipped.
+        overflowed = torch.isfinite(grad).all().logical_not().float()
+        finite = all_reduce_in_place(overflowed, split.peers) == 0
         momentum.copy_(torch.where(finite, momentum.lerp(grad, 1 - beta), momentum))
         blend = grad.lerp(momentum, beta) if nesterov else torch.where(finite, momentum, grad)
         whole = split.gather(blend)

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.client_optimizer import accept_named_optimizer, accept_optimizer, split_param_groups
+from ds_etp.patches.deepspeed.muon import mark_masters
 from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.ulysses import fix_zero_grad_scale
 from ds_etp.patches.deepspeed.zero_params import global_grad_norm
@@ -68,15 +69,18 @@ def patch_optimizer(engine: Any, groups: ExpertGroups) -> None:
     # 1. Optimizer states: independent of what follows.
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _link_states_after_all_groups(optimizer)
-    # 2. The gradient norm of one pipeline stage: experts count in it.
+    # 2. Muon's marks on the parameters that are stepped: the norm, which comes next, doesn't read them.
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        mark_masters(optimizer)
+    # 3. The gradient norm of one pipeline stage: experts count in it.
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         _count_experts_in_unfused_norm(optimizer, groups)
     elif engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         fix_stage0_grad_norm(engine, groups)
-    # 3. The norm over all pipeline stages: around that of one.
+    # 4. The norm over all pipeline stages: around that of one.
     if topology.pp > 1:
         fix_pipeline_grad_norm(engine, groups)
-    # 4. The divisor of gradients, a number that nothing above reads.
+    # 5. The divisor of gradients, a number that nothing above reads.
     if topology.cp > 1:
         fix_zero_grad_scale(engine)
 
