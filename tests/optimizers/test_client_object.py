@@ -68,6 +68,7 @@ def schedule_free(stage: int) -> Any:
     return seen
 
 
+@pytest.mark.sample("1", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_eval_and_train_of_a_schedule_free_optimizer(launcher: Launcher, stage: int) -> None:
     """What they do to masters. At ZeRO-3 that is nothing, in plain DeepSpeed too: groups are empty between steps."""
@@ -123,6 +124,7 @@ def the_object(stage: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample("0", "2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_object_sees_the_experts(launcher: Launcher, stage: int) -> None:
     """State dicts out and in, `zero_grad()` and groups; with a schedule that was made before."""

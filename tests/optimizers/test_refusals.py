@@ -135,3 +135,28 @@ def test_the_check_command_refuses_it_too(tmp_path: Any, capsys: pytest.CaptureF
     file.write_text('{"optimizer": {"type": "Lamb"}, "expert_tensor_parallel": {"etp_size": 2}}')
     assert main(["check", str(file), "--gpus", "2"]) == 2
     assert capsys.readouterr().err.startswith("optimizer.type='Lamb' is not known")
+
+
+def uneven(optimizer: str) -> str:
+    """What `initialize` says of three key-value heads on two ranks."""
+    ds_etp.register()
+    recipe = Recipe(changes=(("num_attention_heads", 3), ("num_key_value_heads", 3), ("head_dim", 8)))
+    config = ds_config(recipe, Layout(world=2, tp=2, etp=2))
+    if optimizer == "Muon":
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}}
+    model = recipe.model()
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    except ds_etp.ConfigError as error:
+        return str(error)
+    engine.destroy()
+    return ""
+
+
+def test_muon_and_layers_that_autotp_splits_unevenly(launcher: Launcher) -> None:
+    """Two heads here and one there: refused on both ranks, with Muon alone."""
+    said = launcher.run(2, uneven, optimizer="Muon")
+    assert said[0] == said[1]
+    assert said[0].startswith("tensor_parallel.autotp_size=2 does not work with the Muon optimizer here")
+    assert "(at model.layers.0.self_attn.q_proj.weight)" in said[0]
+    assert launcher.run(2, uneven, optimizer="SGD") == ["", ""]
