@@ -15,6 +15,7 @@ from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
+from ds_etp.config.optimizers import check_client_optimizer
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
 from ds_etp.experts import build
@@ -103,6 +104,7 @@ class _Events:
         topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
         block_config.check_dispatcher(block, topology)
+        check_client_optimizer(engine.client_optimizer, raw, block, topology)
         check_group_name_free(topology)
         engine.ds_etp = Extension(block, topology)
 
@@ -164,10 +166,10 @@ class _Events:
             _warn(sentence)
 
     def optimizer_arguments(self, engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
-        """Puts the experts into param groups of their own."""
+        """Checks the optimizer, and puts the experts into param groups of their own."""
         if _extension(engine) is None:
             return client_optimizer, model_parameters
-        return optimizers.split_moe_param_groups(engine, client_optimizer, model_parameters)
+        return optimizers.prepare_optimizer(engine, client_optimizer, model_parameters)
 
     def on_optimizer(self, engine: Any) -> None:
         """Corrects what DeepSpeed's optimizers get wrong of parameters that differ between ranks."""
@@ -234,7 +236,6 @@ def _shard_model(
 
 
 def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
-    overrides.refresh_optimizer_flags(engine, model)
     overrides.allow_zero3_experts(engine)
     install_checkpoints(engine)
     install_exports(engine, model)

@@ -21,6 +21,7 @@ from ds_etp.config.block import ExpertTensorParallelConfig, check_dispatcher, la
 from ds_etp.config.deepspeed import BLOCK, autotp_size, check_host_options, half_dtype, zero_stage
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.config.file import read_config_file
+from ds_etp.config.optimizers import check_optimizer_name
 from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.log import console_for_tables
 from ds_etp.parallel.topology import GroupKind, Topology
@@ -153,6 +154,7 @@ def _check(args: argparse.Namespace) -> int:
     topology = resolve(block, world=args.gpus, tp=autotp_size(ds_config), cp=args.cp, pp=args.pp)
     check_dispatcher(block, topology)
     check_axes(topology, zero_stage(ds_config), half_dtype(ds_config))
+    check_optimizer_name(ds_config, block, topology)
     if args.model is not None:
         return _check_model(args, ds_config, topology, block)
     Console(highlight=False).print(_table("Layout", ("size", "value"), layout_table(topology, block)))

@@ -74,24 +74,31 @@ class ParameterLayout:
 
     def local_experts(self, full: Tensor, topology: Topology, ep_index: int) -> Tensor:
         """The experts of one ep index, whole."""
-        return _take(full, 0, self.widths(topology)[0], ep_index)
+        return take_chunks(full, 0, self.widths(topology)[0], ep_index)
 
     def shard(self, full: Tensor, topology: Topology, ep_index: int, etp_index: int) -> Tensor:
         """One rank's shard, a view of `full` where there is one chunk, a new tensor where there are more."""
+        return self.take_columns(self.local_experts(full, topology, ep_index), topology, etp_index)
+
+    def join_columns(self, peers: Sequence[Tensor], topology: Topology) -> Tensor:
+        """Some experts, whole, from what each etp rank has of them."""
         columns = self.widths(topology)[1]
-        own = self.local_experts(full, topology, ep_index)
-        return own if columns is None or self.dim is None else _take(own, self.dim, columns, etp_index)
+        return peers[0] if columns is None else join_chunks(peers, self.dim or 0, columns)
+
+    def take_columns(self, whole: Tensor, topology: Topology, etp_index: int) -> Tensor:
+        """What one etp rank has of some whole experts."""
+        columns = self.widths(topology)[1]
+        return whole if columns is None or self.dim is None else take_chunks(whole, self.dim, columns, etp_index)
 
     def unshard(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """The full parameter from `shards[ep_index][etp_index]`."""
         topology = Topology(len(shards) * len(shards[0]), ep=len(shards), etp=len(shards[0]))
-        rows, columns = self.widths(topology)
-        whole = [peers[0] if columns is None else _join(peers, self.dim or 0, columns) for peers in shards]
-        return _join(whole, 0, rows)
+        whole = [self.join_columns(peers, topology) for peers in shards]
+        return join_chunks(whole, 0, self.widths(topology)[0])
 
 
-def _take(full: Tensor, dim: int, widths: list[list[int]], index: int) -> Tensor:
-    """What rank `index` has of a tensor whose dimension `dim` is sharded chunk by chunk."""
+def take_chunks(full: Tensor, dim: int, widths: list[list[int]], index: int) -> Tensor:
+    """What rank `index` has of a tensor whose dimension `dim` is cut chunk by chunk."""
     if len(widths[0]) == 1:
         return full
     starts = [sum(map(sum, widths[:chunk])) + sum(shares[:index]) for chunk, shares in enumerate(widths)]
@@ -99,8 +106,8 @@ def _take(full: Tensor, dim: int, widths: list[list[int]], index: int) -> Tensor
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _join(shards: Sequence[Tensor], dim: int, widths: list[list[int]]) -> Tensor:
-    """The reverse of `_take`."""
+def join_chunks(shards: Sequence[Tensor], dim: int, widths: list[list[int]]) -> Tensor:
+    """The reverse of `take_chunks`."""
     split = [shard.split([shares[index] for shares in widths], dim) for index, shard in enumerate(shards)]
     return torch.cat([pieces[chunk] for chunk in range(len(widths)) for pieces in split], dim)
 

@@ -43,6 +43,8 @@ DEEPSPEED_ZERO3_WITH_TP = "0.19.8"
 DEEPSPEED_SEQUENCES = "0.19.8"
 # So are those of `patches.deepspeed.pipeline_*`.
 DEEPSPEED_PIPELINES = "0.19.8"
+# So is that of `patches.deepspeed.muon`.
+DEEPSPEED_MUON = "0.19.8"
 
 # `patches.transformers.grouped_mm` calls `_grouped_linear` as it is from this release on.
 TRANSFORMERS_GROUPED_LINEAR = "5.8"
@@ -99,6 +101,21 @@ def check_pipeline_version() -> None:
             version("deepspeed"),
             "was not tried with PipelineModule and split experts",
             works=f"{DEEPSPEED_PIPELINES}, or a model without pipeline",
+        )
+
+
+def check_muon_version() -> None:
+    """Refuses Muon on split matrices with a DeepSpeed it was not tried on.
+
+    Raises:
+        ConfigError: names the release found and the one that works.
+    """
+    if not _at_least("deepspeed", DEEPSPEED_MUON):
+        raise config_error(
+            "deepspeed",
+            version("deepspeed"),
+            "was not tried with the Muon optimizer and matrices that are split over ranks",
+            works=f"{DEEPSPEED_MUON}, or another optimizer",
         )
 
 

@@ -15,16 +15,24 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.patches.base import override
+from ds_etp.patches.deepspeed.client_optimizer import accept_named_optimizer, accept_optimizer, split_param_groups
+from ds_etp.patches.deepspeed.muon import mark_masters
 from ds_etp.patches.deepspeed.pipeline_grad_norm import fix_pipeline_grad_norm
 from ds_etp.patches.deepspeed.ulysses import fix_zero_grad_scale
-from ds_etp.patches.deepspeed.zero_params import global_grad_norm, split_optimizer, split_param_groups
+from ds_etp.patches.deepspeed.zero_params import global_grad_norm
 
 
-def split_moe_param_groups(engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
-    """What `_configure_optimizer` is given, with expert parameters in groups marked `moe`, whoever makes the optimizer.
+def prepare_optimizer(engine: Any, client_optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
+    """What `_configure_optimizer` is given instead, whoever makes the optimizer. In this order:
 
-    DeepSpeed does so only for a plain list of parameters. Groups that a caller passes, and the groups of a
-    client optimizer, reach ZeRO-1/2 unsplit, which assert.
+    1. Its kind: one that needs whole tensors is refused, before it is built where that can be known.
+    2. Muon's marks, before ZeRO reads them off the parameters.
+    3. Expert parameters in groups marked `moe`. DeepSpeed makes them only for a plain list of parameters. Groups that
+       a caller passes, and the groups of a client optimizer, reach ZeRO-1/2 unsplit, which assert.
+    4. Whether the engine has experts to train, by those groups.
+
+    Raises:
+        ConfigError: the optimizer's step doesn't fit split experts.
     """
 
     def expect_experts(groups: list[Any]) -> None:
@@ -34,22 +42,21 @@ def split_moe_param_groups(engine: Any, client_optimizer: Any, model_parameters:
         if engine.zero_optimization_stage() != 3:
             engine.has_moe_layers = any(is_moe_param(parameter) for parameter in parameters)
 
-    def split_what_it_builds(parameters: Any) -> Any:
-        optimizer = split_optimizer(client_optimizer(parameters))
+    def accepted(optimizer: Any) -> Any:
+        optimizer = accept_optimizer(engine, optimizer)
         expect_experts(optimizer.param_groups)
         return optimizer
 
     if client_optimizer is None:
+        accept_named_optimizer(engine)
         if model_parameters and isinstance(model_parameters[0], dict):
             groups = [{**group, "params": _as_list(group["params"])} for group in model_parameters]
             model_parameters = split_param_groups(groups)
         expect_experts(model_parameters)
         return None, model_parameters
-    if not hasattr(client_optimizer, "param_groups"):
-        return split_what_it_builds, model_parameters
-    split = split_optimizer(client_optimizer)
-    expect_experts(split.param_groups)
-    return split, model_parameters
+    if hasattr(client_optimizer, "param_groups"):
+        return accepted(client_optimizer), model_parameters
+    return (lambda parameters: accepted(client_optimizer(parameters))), model_parameters
 
 
 def _as_list(parameters: Any) -> list[Any]:
@@ -62,15 +69,18 @@ def patch_optimizer(engine: Any, groups: ExpertGroups) -> None:
     # 1. Optimizer states: independent of what follows.
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _link_states_after_all_groups(optimizer)
-    # 2. The gradient norm of one pipeline stage: experts count in it.
+    # 2. Muon's marks on the parameters that are stepped: the norm, which comes next, doesn't read them.
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        mark_masters(optimizer)
+    # 3. The gradient norm of one pipeline stage: experts count in it.
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         _count_experts_in_unfused_norm(optimizer, groups)
     elif engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         fix_stage0_grad_norm(engine, groups)
-    # 3. The norm over all pipeline stages: around that of one.
+    # 4. The norm over all pipeline stages: around that of one.
     if topology.pp > 1:
         fix_pipeline_grad_norm(engine, groups)
-    # 4. The divisor of gradients, a number that nothing above reads.
+    # 5. The divisor of gradients, a number that nothing above reads.
     if topology.cp > 1:
         fix_zero_grad_scale(engine)
 

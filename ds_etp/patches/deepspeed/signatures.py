@@ -74,6 +74,9 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
     "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer": {
         "unscale_and_clip_grads": "self, total_norm, apply_scale",
     },
+    # The other parameters differ between releases; `versions.check_muon_version` refuses all but one.
+    "deepspeed.runtime.zero.muon.original_muon": {"muon_update": "grad, momentum, beta, ..."},
+    "deepspeed.runtime.zero.muon.muon_optimizer": {"muon_update": "grad, momentum, beta, ..."},
     "deepspeed.runtime.zero.partition_parameters": {"register_external_parameter": "module, parameter"},
     "deepspeed.runtime.zero.partition_parameters:GatheredParameters": {
         "__init__": "self, params, modifier_rank, fwd_module, enabled",

@@ -5,21 +5,17 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed import zero
-from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from ds_etp.experts.sharded import LocalShards, Shard, convert_module
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
-
-# A group's own fields: these don't follow the group it was split from.
-_OWN_FIELDS = ("params", "name", "moe")
 
 
 def mark_expert_params(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> None:
@@ -79,76 +75,6 @@ def shard_partitioned(module: nn.Module, shard: Shard, expert_dp: dist.ProcessGr
         # must not pile up over the layers.
         gc.collect()
     convert_module(module, shard)
-
-
-def split_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Moves the expert parameters of optimizer param groups to groups of their own, as ZeRO-1/2 want.
-
-    Args:
-        groups: an optimizer's `param_groups`; changed in place, hyperparameters kept.
-
-    Returns:
-        `groups`, with a group marked `moe` after the others for each one that had experts.
-    """
-    if any(group.get("moe") for group in groups):
-        return groups
-    for place, group in enumerate(groups):
-        group.setdefault("name", f"group{place}")
-    groups[:] = [group for group in split_params_into_different_moe_groups_for_optimizer(groups) if group["params"]]
-    return groups
-
-
-class _SyncHyperparams:
-    """Keeps an expert group's hyperparameters at those of the group it was split from.
-
-    A learning-rate scheduler made before `initialize` knows only the groups of that time, and would leave
-    the experts at their first rate for good. As an optimizer's step pre-hook this passes on what it
-    changes, until someone sets an expert group apart.
-    """
-
-    def __init__(self, owner: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        self._owner, self._pairs = owner, pairs
-        self._last = [self._settings(source) for source, _ in pairs]
-
-    @staticmethod
-    def _settings(group: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in group.items() if key not in _OWN_FIELDS}
-
-    def __call__(self, *_: Any) -> None:
-        """Called by the optimizer before each step."""
-        # Schedulers look here to see whether they are called in the right order.
-        self._owner._opt_called = True  # type: ignore[attr-defined]
-        for (source, group), last in zip(self._pairs, self._last, strict=True):
-            for key, value in self._settings(source).items():
-                if key in last and value != last[key] and group.get(key) == last[key]:
-                    group[key] = last[key] = value
-
-
-def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A client optimizer with the experts in param groups of their own.
-
-    The client's object keeps the groups it has, which a scheduler made before counts on (torch 2.13 refuses
-    to step one that finds more groups than it was made with), and loses its experts to the returned one,
-    which shares everything else with it: the group dicts, the state, the class.
-
-    Args:
-        optimizer: a client's, with expert parameters among its groups.
-
-    Returns:
-        The optimizer to step. The client's own, where its groups are marked `moe` already.
-    """
-    if any(group.get("moe") for group in optimizer.param_groups):
-        return optimizer
-    sources = list(optimizer.param_groups)
-    owners = {id(parameter): group for group in sources for parameter in group["params"]}
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    # A scheduler wraps `step` on the instance; the wrapper would step the client's object.
-    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)(optimizer._optimizer_step_pre_hooks)
-    twin.param_groups = split_param_groups(list(sources))
-    pairs = [(owners[id(group["params"][0])], group) for group in twin.param_groups if group.get("moe")]
-    twin.register_step_pre_hook(_SyncHyperparams(optimizer, pairs))
-    return twin
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], groups: ExpertGroups) -> Tensor:
