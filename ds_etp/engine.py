@@ -151,6 +151,7 @@ class _Events:
             run_eagerly(model.get_submodule(path))
         reader = ShardReader(engine, groups.zero_group)
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
+        overrides.mark_low_precision_experts(engine, (model.get_submodule(path) for path in extension.layouts))
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = bool(extension.layouts)
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
