@@ -171,8 +171,8 @@ HOST_RULES = (
     HostRule(
         f"{_ZERO}.round_robin_gradients",
         _on,
-        "makes DeepSpeed (0.19.8) read a parameter's master weight from another one's place, so checkpoints and exports "
-        "would hold wrong weights",
+        "makes DeepSpeed (0.19.8) read a parameter's master weight from another one's place, so checkpoints and "
+        "exports would hold wrong weights",
         stages=(1, 2),
     ),
     HostRule(
@@ -225,8 +225,8 @@ HOST_RULES = (
     HostRule(
         "optimizer.type",
         _is_optimizer("adagrad"),
-        "does not work at ZeRO stages 1 to 3: DeepSpeed (0.19.8) makes the optimizer anew there and loses the groups of "
-        "its parameters, of which experts have one",
+        "does not work at ZeRO stages 1 to 3: DeepSpeed (0.19.8) makes the optimizer anew there and loses the groups "
+        "of its parameters, of which experts have one",
         works=f"with {_ZERO}.stage 0; or another optimizer",
         do=f"Set {_ZERO}.stage to 0.",
         stages=(1, 2, 3),

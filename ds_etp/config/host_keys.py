@@ -1,9 +1,9 @@
 """Every key of DeepSpeed's config (0.19.8): tested with split experts, without effect on them, or refused.
 
 An allow-list. `tests/config/test_host_keys.py` walks DeepSpeed's own config models and everything that an engine reads
-of its config; a key that a new release brings fails it until it is decided here. What is refused is refused by a rule of
-`config.deepspeed.HOST_RULES`, before any process group is made. Blocks that DeepSpeed doesn't know are not its options:
-it reads nothing of them, and neither does this. Pure data.
+of its config; a key that a new release brings fails it until it is decided here. What is refused is refused by a rule
+of `config.deepspeed.HOST_RULES`, before any process group is made. DeepSpeed reads nothing of blocks it doesn't know,
+other plugins' for example, and they are no matter of this. Pure data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ _KEYS = "tests/parity/test_host_keys.py"
 _FP16 = "tests/parity/test_fp16.py"
 _AUTOCAST = "tests/parity/test_autocast.py"
 _SETTINGS = "tests/parity/test_settings.py"
-_SEQUENCE = "tests/sequence/test_refusals.py"
 
 
 def _under(block: str, names: str) -> tuple[str, ...]:
@@ -65,13 +64,15 @@ TESTED: dict[str, tuple[str, ...]] = {
     ),
     f"{_KEYS}::test_hybrid_engine": ("hybrid_engine", "hybrid_engine.enabled"),
     f"{_KEYS}::test_dense_layers": _under("tensor_parallel", "partition_config tp_overlap_comm"),
-    "tests/patches/test_autotp_output_layer.py::test_refused": ("tensor_parallel.vocab_parallel_lm_head",),
+    "tests/patches/test_autotp_output_layer.py::test_a_split_that_is_asked_for": (
+        "tensor_parallel.vocab_parallel_lm_head",
+    ),
     f"{_FP16}::test_fp16": ("fp16", *_under("fp16", "enabled initial_scale_power")),
     f"{_FP16}::test_overflow_of_one_expert": _under("fp16", "hysteresis loss_scale_window"),
     f"{_FP16}::test_static_scale": ("fp16.loss_scale",),
     f"{_AUTOCAST}::test_autocast": ("torch_autocast", *_under("torch_autocast", "enabled dtype")),
     f"{_AUTOCAST}::test_experts_sent_in_low_precision": ("torch_autocast.lower_precision_safe_modules",),
-    f"{_SEQUENCE}::test_refused": ("sequence_parallel_size", "data_parallel_size"),
+    f"{_KEYS}::test_device_mesh": ("sequence_parallel_size", "data_parallel_size"),
 }
 
 # Reason -> the keys that change nothing about split experts.

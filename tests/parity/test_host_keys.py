@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from deepspeed.utils import groups as host_groups
 
+from ds_etp.errors import ConfigError
 from tests.launcher import Launcher
 from tests.oracle import Recipe, Run, train_unsharded
 from tests.parity.test_bf16 import EVERY_EXPERT, FACTOR, errors
@@ -190,6 +192,22 @@ def test_dense_layers(launcher: Launcher) -> None:
     layout = Layout(4, tp=2, etp=2, stage=1, extra=(("tensor_parallel", keys),))
     run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
     assert_equal_runs(run, train_unsharded(recipe))
+
+
+def refusal_of_a_mesh() -> str:
+    """The config's own sizes of a device mesh, which DeepSpeed keeps for later engines of the process too."""
+    extra = (("sequence_parallel_size", 2), ("data_parallel_size", 1))
+    try:
+        with pytest.raises(ConfigError) as info:
+            make_engine(RECIPE, Layout(2, etp=2, extra=extra))
+    finally:
+        host_groups.mesh_device = None
+    return str(info.value)
+
+
+def test_device_mesh(launcher: Launcher) -> None:
+    for text in launcher.run(2, refusal_of_a_mesh):
+        assert text.startswith("sequence parallel size=2 comes from a device mesh"), text
 
 
 @pytest.mark.full

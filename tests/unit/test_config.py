@@ -361,8 +361,8 @@ HOST_CASES: list[tuple[str, object, object, str]] = [  # key, refused value, acc
         "zero_optimization.round_robin_gradients",
         True,
         False,
-        "makes DeepSpeed (0.19.8) read a parameter's master weight from another one's place, so checkpoints and exports "
-        f"would hold wrong weights. {REMOVE}",
+        "makes DeepSpeed (0.19.8) read a parameter's master weight from another one's place, so checkpoints and "
+        f"exports would hold wrong weights. {REMOVE}",
     ),
     ("fp16.enabled", None, None, ""),  # what else they depend on: tests of their own, below
     ("torch_autocast.dtype", None, None, ""),
