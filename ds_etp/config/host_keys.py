@@ -68,7 +68,13 @@ TESTED: dict[str, tuple[str, ...]] = {
         "tensor_parallel.vocab_parallel_lm_head",
     ),
     f"{_FP16}::test_fp16": ("fp16", *_under("fp16", "enabled initial_scale_power")),
-    f"{_FP16}::test_overflow_of_one_expert": _under("fp16", "hysteresis loss_scale_window"),
+    f"{_FP16}::test_overflow_of_one_expert": _under(
+        "fp16", "hysteresis loss_scale_window auto_cast consecutive_hysteresis min_loss_scale"
+    ),
+    f"{_KEYS}::test_bf16_options": (
+        *_under("bf16", "immediate_grad_update check_grad_overflow"),
+        *_under("data_types", "param_dtype buffer_dtype keep_in_fp32_modules"),
+    ),
     f"{_FP16}::test_static_scale": ("fp16.loss_scale",),
     f"{_AUTOCAST}::test_autocast": ("torch_autocast", *_under("torch_autocast", "enabled dtype")),
     f"{_AUTOCAST}::test_experts_sent_in_low_precision": ("torch_autocast.lower_precision_safe_modules",),
@@ -141,13 +147,6 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "DeepSpeed's inference, or how AutoTP splits dense layers": (
         *_under("tensor_parallel", "dtype preset_model injection_policy_tuple kernel_inject tp"),
         *_under("tensor_parallel.tp", "tp_size tp_grain_size mpu tp_group"),
-    ),
-    "whole for each parameter, whether it is split or not": (
-        *_under(
-            "bf16", "immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
-        ),
-        *_under("fp16", "auto_cast consecutive_hysteresis min_loss_scale fp16_master_weights_and_grads"),
-        *_under("data_types", "param_dtype buffer_dtype keep_in_fp32_modules"),
     ),
     "an older spelling of bf16": ("bfloat16",),
 }

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from ds_etp.errors import ConfigError
+from tests.half import fp16_supported
 from tests.launcher import Launcher
 from tests.oracle import Recipe, train_unsharded
 from tests.parity.half_runs import Overflow, train_half, train_with_overflow
 from tests.parity.test_bf16 import EVERY_EXPERT, FACTOR, errors
-from tests.sharded import Layout
+from tests.sharded import Layout, make_engine
 
 # One rounding, relative: what a loss or a norm may always be off by.
 ROUNDING = 2**-11
@@ -65,7 +67,8 @@ def test_overflow_of_one_expert(launcher: Launcher, stage: int, split: tuple[int
     """An infinite gradient on one rank: all skip that step, halve the scale, keep their weights, and go on alike."""
     tp, etp, ep = split
     world = 4 if split == (1, 2, 2) else 2 * tp
-    extra = fp16(initial_scale_power=8, hysteresis=1, loss_scale_window=2)
+    scaling = {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2, "min_loss_scale": 2}
+    extra = fp16(**scaling, consecutive_hysteresis=True, auto_cast=True)
     layout = Layout(world, tp=tp, etp=etp, ep=ep, stage=stage, extra=extra)
     recipe = Recipe(dp=layout.dp, steps=5, changes=EVERY_EXPERT)
     case = {"recipe": recipe, "step_of": 1}
@@ -84,3 +87,33 @@ def test_overflow_of_one_expert(launcher: Launcher, stage: int, split: tuple[int
         # Gradients of four steps, each off by roundings of the activations: 1 to 2%, as between two runs of plain fp16.
         assert (runs[0].weights[name] - reference).norm() <= 0.02 * moved, name
     assert torch.isfinite(torch.stack([tensor.norm() for tensor in runs[0].weights.values()])).all()
+
+
+@fp16_supported()
+def refusal() -> str:
+    """What an engine at ZeRO 0 says to a loss scale."""
+    with pytest.raises(ConfigError) as info:
+        make_engine(Recipe(), Layout(2, etp=2, stage=0, extra=fp16()))
+    return str(info.value)
+
+
+def test_no_loss_scale_at_zero_0(launcher: Launcher) -> None:
+    for text in launcher.run(2, refusal):
+        assert text.startswith("fp16.enabled=True does not train at ZeRO stage 0"), text
+
+
+@fp16_supported()
+def loss_scale_is_applied() -> bool:
+    """Whether DeepSpeed's own engine at ZeRO 0 multiplies a loss by the scale before backward."""
+    grads = []
+    for scale in (1, 128):
+        engine = make_engine(Recipe(), Layout(1, stage=0, extra=fp16(loss_scale=scale), with_block=False))
+        engine.backward(Recipe().compute_loss(engine, Recipe().batch(0, 0, 0)))
+        grads.append(engine.module.lm_head.weight.grad.float().norm().item())
+        engine.destroy()
+    return grads[1] > 2 * grads[0]
+
+
+def test_the_fault_at_zero_0_is_deepspeeds(launcher: Launcher) -> None:
+    """The refusal can go when this fails."""
+    assert not launcher.run(1, loss_scale_is_applied)[0]

@@ -132,6 +132,26 @@ def test_communication_dtype(launcher: Launcher, stage: int) -> None:
         assert error <= limit, f"{kind} is off by {error:.1e}; plain by {allowed[kind]:.1e}"
 
 
+def test_bf16_options(launcher: Launcher) -> None:
+    """With fp32 accumulation, where they act; as far from the truth as plain DeepSpeed with the same options."""
+    recipe = Recipe(dp=4, steps=2, changes=EVERY_EXPERT)
+    bf16 = {"enabled": True, "immediate_grad_update": True, "check_grad_overflow": False}
+    types = {
+        "grad_accum_dtype": "fp32",
+        "param_dtype": "bf16",
+        "buffer_dtype": "fp32",
+        "keep_in_fp32_modules": ["gate"],
+    }
+    extra = (("bf16", bf16), ("data_types", types))
+    truth = train_unsharded(recipe)
+    got = errors(run_with(launcher, 1, extra, recipe), truth)
+    plain = Layout(4, with_block=False, extra=extra)
+    allowed = errors(launcher.run(4, train, recipe=recipe, layout=plain)[0], truth)
+    for kind, error in got.items():
+        limit = FACTOR * max(allowed[kind], 2**-8 if kind in ("loss", "norm") else 0.0)  # as `test_bf16`
+        assert error <= limit, f"{kind} is off by {error:.1e}; plain by {allowed[kind]:.1e}"
+
+
 def accumulate_by_hand(recipe: Recipe, layout: Layout) -> Run | None:
     """Two backwards a step, and one call of `step`, which is the boundary."""
     engine = make_engine(recipe, layout)
@@ -181,13 +201,17 @@ def test_hybrid_engine(launcher: Launcher, stage: int) -> None:
     assert_equal_runs(run_with(launcher, stage, extra), train_unsharded(RECIPE))
 
 
-def test_dense_layers(launcher: Launcher) -> None:
-    """AutoTP by a plan of the config's own, in place of the model's."""
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("preset", [None, "mixtral"])
+def test_dense_layers(launcher: Launcher, preset: str | None) -> None:
+    """AutoTP by a plan of the config's own, or by one that DeepSpeed has, in place of the model's."""
     specs = [
         {"patterns": [r".*\.self_attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
         {"patterns": [r".*\.self_attn\.o_proj\.weight$"], "partition_type": "row"},
     ]
     keys = {"partition_config": {"use_default_specs": False, "layer_specs": specs}, "tp_overlap_comm": True}
+    if preset is not None:
+        keys = {"preset_model": preset}
     recipe = Recipe(dp=2, steps=2)
     layout = Layout(4, tp=2, etp=2, stage=1, extra=(("tensor_parallel", keys),))
     run = launcher.run(4, train, recipe=recipe, layout=layout)[0]
