@@ -15,8 +15,9 @@ from torch import nn
 
 from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
-from ds_etp.config.deepspeed import check_host_options, half_dtype
+from ds_etp.config.deepspeed import half_dtype
 from ds_etp.config.dense_rules import check_axes
+from ds_etp.config.host_rules import check_host_options
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
 from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
@@ -95,10 +96,9 @@ class _Events:
         check_signatures("accelerate")  # where it is in use
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
-        pp = stage_count(engine)
         cp = sequence.context_parallel_size(engine)
         check_sequence_version(cp)
-        topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
+        topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=stage_count(engine))
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
         block_config.check_dispatcher(block, topology)
         check_group_name_free(topology)

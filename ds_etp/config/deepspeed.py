@@ -1,17 +1,11 @@
-"""DeepSpeed's own options: which of them don't work with split experts, and the size of attention's TP.
-
-The raw config is read as DeepSpeed reads it, before DeepSpeed does. No torch.
-"""
+"""A raw DeepSpeed config, read as DeepSpeed reads it, before DeepSpeed does. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-
-from ds_etp.errors import config_error
 
 BLOCK = "expert_tensor_parallel"
 AUTOTP = "tensor_parallel.autotp_size"
@@ -21,269 +15,28 @@ T = TypeVar("T", bool, int, float)
 
 def autotp_size(ds_config: Mapping[str, object]) -> int:
     """tp as DeepSpeed's AutoTP will read it from the raw config; 0, "auto" and absent mean off, which is tp 1."""
-    return max(_lax(int, _lookup(ds_config, AUTOTP)) or 1, 1)
+    return max(lax(int, lookup(ds_config, AUTOTP)) or 1, 1)
 
 
 def zero_stage(ds_config: Mapping[str, object]) -> int:
     """The ZeRO stage."""
-    return _lax(int, _lookup(ds_config, f"{_ZERO}.stage")) or 0
+    return lax(int, lookup(ds_config, "zero_optimization.stage")) or 0
 
 
 def half_dtype(ds_config: Mapping[str, object]) -> str | None:
     """`bfloat16` or `float16`, which the engine casts the model to; None: it stays as it is."""
     for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        if _on(_lookup(ds_config, f"{key}.enabled")):
+        if is_on(lookup(ds_config, f"{key}.enabled")):
             return dtype
     return None
 
 
-@dataclass(frozen=True)
-class HostRule:
-    """A DeepSpeed option that does not work with split experts: its key, when it is refused, why, and what to do.
-
-    Attributes:
-        key: dotted; the rule answers for the keys below it too.
-        refused: whether this value of it is.
-        stages: the ZeRO stages at which it is.
-        where: what else of the config has to hold.
-    """
-
-    key: str
-    refused: Callable[[object], bool]
-    rule: str
-    works: str = "false"
-    do: str = "Remove the key."
-    stages: tuple[int, ...] = (0, 1, 2, 3)
-    where: Callable[[Mapping[str, object]], bool] | None = None
-
-    @property
-    def always(self) -> bool:
-        """Whether the key's value alone decides."""
-        return self.stages == (0, 1, 2, 3) and self.where is None
-
-    def refuses(self, ds_config: Mapping[str, object]) -> bool:
-        """Whether a raw config has the option on where it doesn't work."""
-        if zero_stage(ds_config) not in self.stages or not self.refused(_lookup(ds_config, self.key)):
-            return False
-        return self.where is None or self.where(ds_config)
+def is_on(value: object) -> bool:
+    """Whether DeepSpeed's own models read a value as true."""
+    return lax(bool, value) is True
 
 
-def _on(value: object) -> bool:
-    return _lax(bool, value) is True
-
-
-def _block_on(value: object) -> bool:
-    """A block that its own `enabled` turns on, or its presence; or a flag."""
-    if isinstance(value, Mapping):
-        return _on(value.get("enabled", bool(value)))
-    return _on(value)
-
-
-def _with(key: str) -> Callable[[Mapping[str, object]], bool]:
-    """Where another option is on too."""
-    return lambda ds_config: _on(_lookup(ds_config, key))
-
-
-def _scales_losses(ds_config: Mapping[str, object]) -> bool:
-    return _lax(float, _lookup(ds_config, "fp16.loss_scale")) != 1
-
-
-def _splits_matrices(ds_config: Mapping[str, object]) -> bool:
-    etp = _lookup(ds_config, f"{BLOCK}.etp_size")
-    return (autotp_size(ds_config) if etp in (None, "auto") else _lax(int, etp) or 1) > 1
-
-
-def _is_float16(value: object) -> bool:
-    return isinstance(value, str) and value.rpartition(".")[2] in ("float16", "fp16", "half")
-
-
-def _is_optimizer(*names: str) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, str) and value.lower() in names
-
-
-def _is_other_optimizer(value: object) -> bool:
-    return isinstance(value, str) and value.lower() not in (*ELEMENTWISE_OPTIMIZERS, "muon", "auto")
-
-
-# Optimizers that treat each number by itself, so that a shard's step is the whole tensor's step. Of DeepSpeed's own and
-# of torch.optim; others look at a tensor's norm, rows or rank.
-ELEMENTWISE_OPTIMIZERS = (
-    *("adam", "adamw", "adagrad", "lion", "sgd"),
-    *("adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"),
-)
-
-
-_ZERO = "zero_optimization"
-_MIXES = "is not supported: it partitions parameters over a group that mixes different expert shards"
-_UNPROVEN = "is not supported: it has not been shown to give right numbers on expert shards"
-_OTHER = "is not supported: it replaces the ZeRO optimizer by one that knows no expert groups"
-_REMOVED = "is not supported: it was not tried with split experts, and DeepSpeed 0.19.8 has removed it"
-_OWN_FILES = "is not supported: checkpoints of split experts are ds_etp's own files"
-_ZERO12 = "makes ZeRO 1 and 2 reduce expert gradients over every data-parallel rank, which mixes different shards"
-
-REMOVED_BLOCKS = (
-    *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
-    *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
-)
-REMOVED_ZERO_KEYS = ("mics_hierarchical_params_gather", "zeropp_loco_param")
-
-# Keys as deepspeed 0.19.8 spells them in runtime/config.py, runtime/constants.py, runtime/zero/config.py,
-# runtime/zero/offload_config.py and compile/config.py. `bool` is for keys whose raw value's truth DeepSpeed takes.
-HOST_RULES = (
-    HostRule(
-        "expert_parallel.enabled",
-        bool,
-        f"cannot be combined with {BLOCK}: both would shard the same experts",
-        do=f"Move expert_parallel.autoep_size to {BLOCK}.ep_size and expert_parallel.expert_tensor_parallel_size to "
-        f"{BLOCK}.etp_size, and remove the expert_parallel block: its other keys have no counterpart here.",
-    ),
-    HostRule(
-        "use_data_before_expert_parallelism",
-        bool,
-        "is not supported: expert ranks are laid out etp, ep, edp from the fastest, so ep comes before data",
-    ),
-    HostRule(f"{_ZERO}.zero_hpz_partition_size", lambda value: (_lax(int, value) or 1) > 1, _MIXES, works="1"),
-    # Gone in deepspeed 0.19.8, which refuses the key itself; still in 0.19.5.
-    HostRule(f"{_ZERO}.mics_shard_size", lambda value: (_lax(int, value) or -1) > 0, _MIXES, works="-1"),
-    *(
-        HostRule(f"{_ZERO}.{key}", _on, _UNPROVEN)
-        for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    ),
-    *(
-        HostRule(
-            f"{_ZERO}.{key}.device",
-            lambda value: value == "nvme",
-            "is not supported: expert checkpoints read tensors in memory, not those swapped to disk",
-            works="cpu, none",
-            do=f'Set {_ZERO}.{key}.device to "cpu".',
-        )
-        for key in ("offload_optimizer", "offload_param")
-    ),
-    HostRule(f"{_ZERO}.offload_optimizer.super_offload", _on, _OTHER),
-    HostRule(f"{_ZERO}.zenflow", lambda value: value not in (None, "auto"), _OTHER, works="null"),
-    # DeepSpeed asserts on reduce_scatter (stages 1, 2) and on contiguous_gradients at stage 2. At stage 1 it only
-    # warns, and then reduces experts over the dense data-parallel group.
-    *(
-        HostRule(f"{_ZERO}.{key}", lambda value: _lax(bool, value) is False, _ZERO12, works="true", stages=(1, 2))
-        for key in ("contiguous_gradients", "reduce_scatter")
-    ),
-    HostRule("compile.deepcompile", _on, _UNPROVEN),
-    HostRule(
-        f"{_ZERO}.round_robin_gradients",
-        _on,
-        "makes DeepSpeed (0.19.8) read a parameter's master weight from another one's place, so checkpoints and "
-        "exports would hold wrong weights",
-        stages=(1, 2),
-    ),
-    HostRule(
-        "fp16.enabled",
-        _on,
-        "does not train at ZeRO stage 0: DeepSpeed (0.19.8) divides gradients by the loss scale there, and never "
-        "multiplies the loss by it",
-        works=f"{_ZERO}.stage 1, 2 or 3; or fp16.loss_scale 1, which may lose small gradients; or bf16",
-        do=f"Set {_ZERO}.stage to 1, which takes less memory too.",
-        stages=(0,),
-        where=_scales_losses,
-    ),
-    HostRule(
-        "torch_autocast.dtype",
-        _is_float16,
-        "does not keep ranks in step at ZeRO stage 0: each looks for overflow in its own experts' gradients only, and "
-        "skips steps that others take",
-        works="bfloat16",
-        do='Set torch_autocast.dtype to "bfloat16".',
-        stages=(0,),
-        where=_with("torch_autocast.enabled"),
-    ),
-    HostRule(
-        "torch_autocast.dtype",
-        _is_float16,
-        "does not train at ZeRO stages 1 to 3: DeepSpeed (0.19.8) clips gradients by their norm before it divides them "
-        "by the loss scale",
-        works="bfloat16",
-        do='Set torch_autocast.dtype to "bfloat16".',
-        stages=(1, 2, 3),
-        where=_with("torch_autocast.enabled"),
-    ),
-    HostRule(
-        "optimizer.type",
-        _is_optimizer("muon"),
-        "is not supported with etp above 1: it makes each matrix orthogonal as a whole, and a rank has a part of an "
-        "expert's",
-        works=f"with {BLOCK}.etp_size 1; or {', '.join(ELEMENTWISE_OPTIMIZERS)}",
-        do=f"Set {BLOCK}.etp_size to 1, and ep_size above 1.",
-        where=_splits_matrices,
-    ),
-    HostRule(
-        "optimizer.type",
-        _is_other_optimizer,
-        "is not supported: only optimizers that step each number by itself step a shard of the experts as they would "
-        "the whole",
-        works=", ".join(ELEMENTWISE_OPTIMIZERS),
-        do="Choose one of these.",
-    ),
-    HostRule(
-        "optimizer.type",
-        _is_optimizer("adagrad"),
-        "does not work at ZeRO stages 1 to 3: DeepSpeed (0.19.8) makes the optimizer anew there and loses the groups "
-        "of its parameters, of which experts have one",
-        works=f"with {_ZERO}.stage 0; or another optimizer",
-        do=f"Set {_ZERO}.stage to 0.",
-        stages=(1, 2, 3),
-    ),
-    HostRule(
-        "optimizer.legacy_fusion",
-        _on,
-        "is not supported at ZeRO stage 0: the gradient norm would be that of a rank's own experts",
-        stages=(0,),
-    ),
-    *(
-        HostRule(key, _on, _UNPROVEN)
-        for key in (
-            *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-            "fp16.fp16_master_weights_and_grads",
-        )
-    ),
-    HostRule(f"{_ZERO}.offload_optimizer.ratio", lambda value: (_lax(float, value) or 1.0) < 1, _UNPROVEN, works="1"),
-    HostRule("checkpoint.load_universal", _on, f"{_OWN_FILES}, which load into any layout as they are"),
-    HostRule("checkpoint.use_node_local_storage", _on, f"{_OWN_FILES}, and a rank reads those of all others"),
-    HostRule("datastates_ckpt", lambda value: value not in (None, False), _OWN_FILES, works="none"),
-    HostRule("weight_quantization", lambda value: value is not None, _UNPROVEN, works="none"),
-    HostRule("autotuning.enabled", _on, "is not supported: the autotuner's jobs have other configs; use ds-etp plan"),
-    *(
-        HostRule(f"data_efficiency.{key}.enabled", _on, _UNPROVEN)
-        for key in ("data_routing.random_ltd", "data_sampling.curriculum_learning", "data_sampling.dynamic_batching")
-    ),
-    HostRule(
-        "hybrid_engine.inference_tp_size",
-        lambda value: (_lax(int, value) or 1) > 1,
-        _UNPROVEN,
-        works="1",
-        where=_with("hybrid_engine.enabled"),
-    ),
-    HostRule("tensor_parallel.keep_module_on_host", _on, _UNPROVEN),
-    HostRule("tensor_parallel.vocab_parallel_ce_backend", lambda value: value == "liger", _UNPROVEN, works="torch"),
-    # DeepSpeed 0.19.8 itself refuses these.
-    *(HostRule(key, _block_on, _REMOVED, works="none") for key in REMOVED_BLOCKS),
-    *(HostRule(f"{_ZERO}.{key}", _block_on, _REMOVED, works="none") for key in REMOVED_ZERO_KEYS),
-)
-
-
-def check_host_options(ds_config: Mapping[str, object], world: int) -> None:
-    """Refuses the DeepSpeed options that do not work with split experts (`HOST_RULES`), the first one found.
-
-    Args:
-        ds_config: the raw DeepSpeed config.
-        world: number of ranks, for the command that the message ends with.
-    """
-    for rule in HOST_RULES:
-        if rule.refuses(ds_config):
-            see = f"See: ds-etp check CONFIG.json --gpus {world}"
-            value = _lookup(ds_config, rule.key)
-            raise config_error(rule.key, value, rule.rule, works=rule.works, next_step=f"{rule.do} {see}")
-
-
-def _lookup(ds_config: Mapping[str, object], key: str) -> object:
+def lookup(ds_config: Mapping[str, object], key: str) -> object:
     """The value at a dotted key, or None; a parent that is no object (`zero_optimization: true`) holds nothing."""
     value: object = ds_config
     for part in key.split("."):
@@ -291,7 +44,7 @@ def _lookup(ds_config: Mapping[str, object], key: str) -> object:
     return value
 
 
-def _lax(kind: type[T], value: object) -> T | None:
+def lax(kind: type[T], value: object) -> T | None:
     """A value as DeepSpeed's own models read it: "true" and 1 are True; what does not parse ("auto") is not set."""
     try:
         return TypeAdapter(kind).validate_python(value)

@@ -2,7 +2,7 @@
 
 An allow-list. `tests/config/test_host_keys.py` walks DeepSpeed's own config models and everything that an engine reads
 of its config; a key that a new release brings fails it until it is decided here. What is refused is refused by a rule
-of `config.deepspeed.HOST_RULES`, before any process group is made. DeepSpeed reads nothing of blocks it doesn't know,
+of `config.host_rules.HOST_RULES`, before any process group is made. DeepSpeed reads nothing of blocks it doesn't know,
 other plugins' for example, and they are no matter of this. Pure data.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_etp.config.deepspeed import HOST_RULES, HostRule
+from ds_etp.config.host_rules import HOST_RULES, HostRule
 
 _KEYS = "tests/parity/test_host_keys.py"
 _FP16 = "tests/parity/test_fp16.py"
@@ -63,7 +63,7 @@ TESTED: dict[str, tuple[str, ...]] = {
         *("flops_profiler", *_under("flops_profiler", "enabled profile_step detailed output_file")),
     ),
     f"{_KEYS}::test_hybrid_engine": ("hybrid_engine", "hybrid_engine.enabled"),
-    f"{_KEYS}::test_dense_layers": _under("tensor_parallel", "partition_config tp_overlap_comm"),
+    f"{_KEYS}::test_dense_layers": _under("tensor_parallel", "partition_config preset_model tp_overlap_comm"),
     "tests/patches/test_autotp_output_layer.py::test_a_split_that_is_asked_for": (
         "tensor_parallel.vocab_parallel_lm_head",
     ),
@@ -145,7 +145,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
         *_under("compile", "sync_after_allgather keep_int_input_tensors keep_all_input_tensors"),
     ),
     "DeepSpeed's inference, or how AutoTP splits dense layers": (
-        *_under("tensor_parallel", "dtype preset_model injection_policy_tuple kernel_inject tp"),
+        *_under("tensor_parallel", "dtype injection_policy_tuple kernel_inject tp"),
         *_under("tensor_parallel.tp", "tp_size tp_grain_size mpu tp_group"),
     ),
     "an older spelling of bf16": ("bfloat16",),

@@ -27,8 +27,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from ds_etp.config import host_keys
-from ds_etp.config.deepspeed import HOST_RULES, REMOVED_BLOCKS, REMOVED_ZERO_KEYS
 from ds_etp.config.host_keys import TESTED, WITHOUT_EFFECT, is_decided, rules_for, without_effect
+from ds_etp.config.host_rules import HOST_RULES, REMOVED_BLOCKS, REMOVED_ZERO_KEYS
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.sharded import Layout, ds_config

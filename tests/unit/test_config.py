@@ -20,13 +20,8 @@ from ds_etp.config.block import (
     parse_block,
     resolve,
 )
-from ds_etp.config.deepspeed import (
-    HOST_RULES,
-    REMOVED_BLOCKS,
-    REMOVED_ZERO_KEYS,
-    autotp_size,
-    check_host_options,
-)
+from ds_etp.config.deepspeed import autotp_size
+from ds_etp.config.host_rules import HOST_RULES, REMOVED_BLOCKS, REMOVED_ZERO_KEYS, check_host_options
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
 
