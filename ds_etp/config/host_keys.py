@@ -14,6 +14,7 @@ from ds_etp.config.host_rules import HOST_RULES, HostRule
 
 _KEYS = "tests/parity/test_host_keys.py"
 _FP16 = "tests/parity/test_fp16.py"
+_ADAM = "tests/parity/test_cpu_adam.py"
 _AUTOCAST = "tests/parity/test_autocast.py"
 _SETTINGS = "tests/parity/test_settings.py"
 
@@ -76,6 +77,11 @@ TESTED: dict[str, tuple[str, ...]] = {
         *_under("data_types", "param_dtype buffer_dtype keep_in_fp32_modules"),
     ),
     f"{_FP16}::test_static_scale": ("fp16.loss_scale",),
+    f"{_ADAM}::test_partial_offload": _zero("offload_optimizer.ratio"),
+    f"{_ADAM}::test_masters_of_16_bits": (
+        *_under("bf16", "bf16_master_weights_and_grads bf16_optimizer_states"),
+        "fp16.fp16_master_weights_and_grads",
+    ),
     f"{_AUTOCAST}::test_autocast": ("torch_autocast", *_under("torch_autocast", "enabled dtype")),
     f"{_AUTOCAST}::test_experts_sent_in_low_precision": ("torch_autocast.lower_precision_safe_modules",),
     f"{_KEYS}::test_device_mesh": ("sequence_parallel_size", "data_parallel_size"),

@@ -205,14 +205,6 @@ HOST_RULES = (
         "is not supported at ZeRO stage 0: the gradient norm would be that of a rank's own experts",
         stages=(0,),
     ),
-    *(
-        HostRule(key, is_on, _UNPROVEN)
-        for key in (
-            *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-            "fp16.fp16_master_weights_and_grads",
-        )
-    ),
-    HostRule(f"{_ZERO}.offload_optimizer.ratio", lambda value: (lax(float, value) or 1.0) < 1, _UNPROVEN, works="1"),
     HostRule("checkpoint.load_universal", is_on, f"{_OWN_FILES}, which load into any layout as they are"),
     HostRule("checkpoint.use_node_local_storage", is_on, f"{_OWN_FILES}, and a rank reads those of all others"),
     HostRule("datastates_ckpt", lambda value: value not in (None, False), _OWN_FILES, works="none"),

@@ -366,10 +366,6 @@ HOST_CASES: list[tuple[str, object, object, str]] = [  # key, refused value, acc
     ("optimizer.type", None, None, ""),
     ("optimizer.type", None, None, ""),
     ("optimizer.legacy_fusion", None, None, ""),
-    ("bf16.bf16_master_weights_and_grads", True, False, f"{UNPROVEN} {REMOVE}"),
-    ("bf16.bf16_optimizer_states", True, False, f"{UNPROVEN} {REMOVE}"),
-    ("fp16.fp16_master_weights_and_grads", True, False, f"{UNPROVEN} {REMOVE}"),
-    ("zero_optimization.offload_optimizer.ratio", 0.5, 1, f"{UNPROVEN} Values that work: 1. Remove the key."),
     (
         "checkpoint.load_universal",
         True,
