@@ -13,8 +13,9 @@ from torch import nn
 
 from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
-from ds_etp.config.deepspeed import check_host_options, half_dtype
+from ds_etp.config.deepspeed import half_dtype
 from ds_etp.config.dense_rules import check_axes
+from ds_etp.config.host_rules import check_host_options
 from ds_etp.config.optimizers import check_client_optimizer
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
@@ -98,10 +99,9 @@ class _Events:
         check_signatures("accelerate")  # where it is in use
         check_host_versions(int(engine.zero_optimization_stage()), tp)
         check_host_options(raw, world)
-        pp = stage_count(engine)
         cp = sequence.context_parallel_size(engine)
         check_sequence_version(cp)
-        topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=pp)
+        topology = block_config.resolve(block, world=world, tp=tp, cp=cp, pp=stage_count(engine))
         check_axes(topology, int(engine.zero_optimization_stage()), half_dtype(raw))
         block_config.check_dispatcher(block, topology)
         check_client_optimizer(engine.client_optimizer, raw, block, topology)
@@ -156,6 +156,7 @@ class _Events:
             run_eagerly(model.get_submodule(path))
         reader = ShardReader(engine, groups.zero_group)
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
+        overrides.mark_low_precision_experts(engine, (model.get_submodule(path) for path in extension.layouts))
         check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = bool(extension.layouts)
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]

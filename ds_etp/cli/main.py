@@ -18,9 +18,10 @@ from rich.table import Table
 from ds_etp.activation import request
 from ds_etp.cli.plan import add_plan
 from ds_etp.config.block import ExpertTensorParallelConfig, check_dispatcher, layout_table, parse_block, resolve
-from ds_etp.config.deepspeed import BLOCK, autotp_size, check_host_options, half_dtype, zero_stage
+from ds_etp.config.deepspeed import BLOCK, autotp_size, half_dtype, zero_stage
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.config.file import read_config_file
+from ds_etp.config.host_rules import check_host_options
 from ds_etp.config.optimizers import check_optimizer_name
 from ds_etp.errors import CheckpointError, ConfigError
 from ds_etp.log import console_for_tables

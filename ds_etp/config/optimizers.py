@@ -48,10 +48,8 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "accelerate": {"AcceleratedOptimizer": "optimizer", "DeepSpeedOptimizerWrapper": "optimizer"},
     "schedulefree": {"ScheduleFreeWrapper": "base", "ScheduleFreeWrapperReference": "base"},
 }
-# `optimizer.type` in DeepSpeed's config: its own names, in any case, and torch's.
-CONFIG_NAMES = frozenset(
-    ("adam", "adamw", "adagrad", "lion", "muadam", "muadamw", "musgd", "muon", *(name.lower() for name in _TORCH))
-)
+# `optimizer.type` in DeepSpeed's config: its own names, in any case, torch's, and what a trainer fills in.
+CONFIG_NAMES = frozenset(("adam", "adamw", "adagrad", "lion", "muon", "auto", *(name.lower() for name in _TORCH)))
 
 
 def is_elementwise(optimizer: Any) -> bool:
@@ -134,7 +132,7 @@ def _refusal(key: str, name: str, topology: Topology) -> ConfigError:
         key,
         name,
         f"is not known to update each entry of a tensor by itself: etp {topology.etp} x ep {topology.ep} splits the "
-        "experts' tensors, and what an optimizer takes of a whole tensor (a norm, a factorization) it would take of a part",
+        "experts' tensors, and what an optimizer takes of a whole (a norm, a factorization) it would take of a shard",
         works="AdamW, Adam, SGD, Lion, Adagrad, RMSprop and their kin in torch, DeepSpeed, apex, bitsandbytes, torchao "
         "and schedulefree; DeepSpeed's Muon; or etp_size and ep_size 1",
         next_step=f'If it does update each entry by itself, set "allow_optimizer": true in {BLOCK}.',

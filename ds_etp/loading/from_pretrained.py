@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_etp.checkpoint.export_api import as_dtype
 from ds_etp.config import block as block_config
-from ds_etp.config.deepspeed import autotp_size, check_host_options, half_dtype, zero_stage
+from ds_etp.config.deepspeed import autotp_size, half_dtype, zero_stage
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.config.file import read_config_file
+from ds_etp.config.host_rules import check_host_options
 from ds_etp.engine import register
 from ds_etp.errors import CheckpointError, config_error
 from ds_etp.experts.checks import check_divisible

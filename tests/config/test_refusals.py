@@ -132,6 +132,14 @@ CASES: dict[str, Case] = {
         ("zero_optimization.zero_hpz_partition_size=2 is not supported",),
         host={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
     ),
+    "round robin gradients": Case(
+        ("zero_optimization.round_robin_gradients=True makes DeepSpeed", "See: ds-etp check"),
+        host={"zero_optimization": {"round_robin_gradients": True}},
+    ),
+    "an optimizer that looks at whole tensors": Case(
+        ("optimizer.type='Lamb' is not known to update each entry", "Values that work: AdamW, Adam"),
+        host={"optimizer": {"type": "Lamb"}},
+    ),
     "a dispatcher that does not fit": Case(
         ("expert_tensor_parallel.dispatcher='replicated' needs expert ranks to hold the same tokens",),
         block={"etp_size": 2, "dispatcher": "replicated"},

@@ -18,7 +18,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_etp.config.block import check_dispatcher, parse_block, resolve
-from ds_etp.config.deepspeed import autotp_size, check_host_options
+from ds_etp.config.deepspeed import autotp_size
+from ds_etp.config.host_rules import check_host_options
 from tests.launch.train_tiny import STEPS, make_batch, make_model
 
 ROOT = Path(__file__).parents[2]

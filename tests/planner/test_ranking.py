@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_etp.config.block import check_dispatcher, check_layer, parse_block, resolve
-from ds_etp.config.deepspeed import autotp_size, check_host_options, zero_stage
+from ds_etp.config.deepspeed import autotp_size, zero_stage
 from ds_etp.config.dense_rules import check_axes, check_sequence_heads, check_stages
+from ds_etp.config.host_rules import check_host_options
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import GROUP_KINDS, Topology
 from ds_etp.planner.advice import explain

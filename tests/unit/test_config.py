@@ -20,7 +20,8 @@ from ds_etp.config.block import (
     parse_block,
     resolve,
 )
-from ds_etp.config.deepspeed import HOST_RULES, autotp_size, check_host_options
+from ds_etp.config.deepspeed import autotp_size
+from ds_etp.config.host_rules import HOST_RULES, REMOVED_BLOCKS, REMOVED_ZERO_KEYS, check_host_options
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
 
@@ -312,6 +313,9 @@ ZERO12 = (
     "makes ZeRO 1 and 2 reduce expert gradients over every data-parallel rank, which mixes different shards. "
     "Values that work: true. Remove the key."
 )
+OWN_FILES = "is not supported: checkpoints of split experts are ds_etp's own files"
+REMOVED = "is not supported: it was not tried with split experts, and DeepSpeed 0.19.8 has removed it."
+NONE = "Values that work: none. Remove the key."
 REMOVE = "Values that work: false. Remove the key."
 HOST_CASES: list[tuple[str, object, object, str]] = [  # key, refused value, accepted value, rest of the message
     (
@@ -349,6 +353,53 @@ HOST_CASES: list[tuple[str, object, object, str]] = [  # key, refused value, acc
     ("zero_optimization.contiguous_gradients", False, True, ZERO12),
     ("zero_optimization.reduce_scatter", False, True, ZERO12),
     ("compile.deepcompile", True, False, f"{UNPROVEN} {REMOVE}"),
+    (
+        "zero_optimization.round_robin_gradients",
+        True,
+        False,
+        "makes DeepSpeed (0.19.8) read a parameter's master weight from another one's place, so checkpoints and "
+        f"exports would hold wrong weights. {REMOVE}",
+    ),
+    ("fp16.enabled", None, None, ""),  # what else they depend on: tests of their own, below
+    ("torch_autocast.dtype", None, None, ""),
+    ("torch_autocast.dtype", None, None, ""),
+    ("optimizer.type", None, None, ""),
+    ("optimizer.type", None, None, ""),
+    ("optimizer.type", None, None, ""),
+    ("optimizer.legacy_fusion", None, None, ""),
+    (
+        "checkpoint.load_universal",
+        True,
+        False,
+        f"{OWN_FILES}, which load into any layout as they are. {REMOVE}",
+    ),
+    (
+        "checkpoint.use_node_local_storage",
+        True,
+        False,
+        f"{OWN_FILES}, and a rank reads those of all others. {REMOVE}",
+    ),
+    ("datastates_ckpt", {}, None, f"{OWN_FILES}. {NONE}"),
+    ("weight_quantization", {}, None, f"{UNPROVEN} {NONE}"),
+    (
+        "autotuning.enabled",
+        True,
+        False,
+        f"is not supported: the autotuner's jobs have other configs; use ds-etp plan. {REMOVE}",
+    ),
+    ("data_efficiency.data_routing.random_ltd.enabled", True, False, f"{UNPROVEN} {REMOVE}"),
+    ("data_efficiency.data_sampling.curriculum_learning.enabled", True, False, f"{UNPROVEN} {REMOVE}"),
+    ("data_efficiency.data_sampling.dynamic_batching.enabled", True, False, f"{UNPROVEN} {REMOVE}"),
+    ("hybrid_engine.inference_tp_size", None, None, ""),
+    ("tensor_parallel.keep_module_on_host", True, False, f"{UNPROVEN} {REMOVE}"),
+    (
+        "tensor_parallel.vocab_parallel_ce_backend",
+        "liger",
+        "torch",
+        f"{UNPROVEN} Values that work: torch. Remove the key.",
+    ),
+    *((key, {"enabled": True}, {"enabled": False}, f"{REMOVED} {NONE}") for key in REMOVED_BLOCKS),
+    *((f"zero_optimization.{key}", True, False, f"{REMOVED} {NONE}") for key in REMOVED_ZERO_KEYS),
 ]
 
 
@@ -378,6 +429,12 @@ def test_every_host_key_is_deepspeeds_own() -> None:
         "runtime/zero/offload_config.py",
         "compile/config.py",
         "module_inject/auto_ep_config.py",
+        "runtime/tensor_parallel/config.py",
+        "runtime/data_pipeline/constants.py",
+        "runtime/torch_autocast.py",
+        "runtime/precision_config.py",
+        "autotuning/constants.py",
+        "datastates/config.py",
     )
     source = "".join((root / file).read_text(encoding="utf-8") for file in files)
     words = set(re.findall(r"\w+", source))
@@ -386,13 +443,16 @@ def test_every_host_key_is_deepspeeds_own() -> None:
     assert {"autoep_size", "expert_tensor_parallel_size"} <= words  # the keys the advice says to move
 
 
-@pytest.mark.parametrize(("key", "refused", "accepted", "rest"), HOST_CASES, ids=[case[0] for case in HOST_CASES])
+OF_THE_VALUE = [case for case in HOST_CASES if case[3]]
+
+
+@pytest.mark.parametrize(("key", "refused", "accepted", "rest"), OF_THE_VALUE, ids=[case[0] for case in OF_THE_VALUE])
 def test_host_option(key: str, refused: object, accepted: object, rest: str) -> None:
     assert message(check_host_options, nested(key, refused), 16) == (
         f"{key}={refused!r} {rest} See: ds-etp check CONFIG.json --gpus 16"
     )
     check_host_options(nested(key, accepted), 16)
-    if key != "expert_parallel.enabled" and "." in key:  # DeepSpeed's models drop "auto", which HF configs hold
+    if key.startswith(("zero_optimization.", "compile.")):  # DeepSpeed's models drop "auto", which HF configs hold
         check_host_options(nested(key, "auto"), 16)
 
 
@@ -404,6 +464,48 @@ def test_gradient_buffers_matter_at_stages_1_and_2(key: str, stage: int, refused
         assert message(check_host_options, config, 8).startswith(f"zero_optimization.{key}=False makes ZeRO 1 and 2")
     else:
         check_host_options(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled=True does not train at ZeRO stage 0"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "Set zero_optimization.stage to 1"),
+        ({"fp16": {"enabled": True, "loss_scale": 1}}, None),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, None),
+        ({"fp16": {"enabled": "auto"}}, None),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype='float16' does not keep"),
+        ({"torch_autocast": {"enabled": False, "dtype": "float16"}}, None),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, None),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "torch.float16"}, "zero_optimization": {"stage": 2}},
+            "torch_autocast.dtype='torch.float16' does not train at ZeRO stages 1 to 3",
+        ),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type='Lamb' is not supported: only optimizers that step each"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "Values that work: adam, adamw, adagrad, lion, sgd, adadelta"),
+        ({"optimizer": {"type": "AdamW"}}, None),
+        ({"optimizer": {"type": "auto"}}, None),
+        ({"optimizer": {"type": "Adagrad"}}, None),
+        ({"optimizer": {"type": "Adagrad"}, "zero_optimization": {"stage": 3}}, "does not work at ZeRO stages 1 to 3"),
+        ({"optimizer": {"type": "Muon"}, "expert_tensor_parallel": {"etp_size": 2}}, "not supported with etp above 1"),
+        ({"optimizer": {"type": "Muon"}, "tensor_parallel": {"autotp_size": 2}}, "optimizer.type='Muon' is not"),
+        ({"optimizer": {"type": "Muon"}, "expert_tensor_parallel": {"etp_size": 1, "ep_size": 2}}, None),
+        ({"optimizer": {"type": "Adam", "legacy_fusion": True}}, "optimizer.legacy_fusion=True is not supported at"),
+        ({"optimizer": {"type": "Adam", "legacy_fusion": True}, "zero_optimization": {"stage": 1}}, None),
+        ({"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}, "hybrid_engine.inference_tp_size=2 is not"),
+        ({"hybrid_engine": {"enabled": False, "inference_tp_size": 2}}, None),
+        ({"compression_training": {"weight_quantization": {}}}, "compression_training="),
+        ({"sparse_gradients": True}, "sparse_gradients=True is not supported"),
+        ({"elasticity": {}}, None),
+    ],
+    ids=str,
+)
+def test_host_options_that_depend_on_others(config: dict[str, Any], says: str | None) -> None:
+    config = {"expert_tensor_parallel": {}, **config}
+    if says is None:
+        check_host_options(config, 8)
+    else:
+        assert says in message(check_host_options, config, 8)
 
 
 @pytest.mark.parametrize("value", [1, "true", "True"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed import set_optimizer_flags
@@ -23,6 +23,23 @@ def allow_zero3_experts(engine: Any) -> None:
         return lambda: None
 
     override(engine, "_validate_zero3_moe_compatibility", make)
+
+
+def mark_low_precision_experts(engine: Any, modules: Iterable[nn.Module]) -> None:
+    """Has parameters and gradients of experts sent in autocast's dtype where `lower_precision_safe_modules` says so.
+
+    DeepSpeed (0.19.5 to 0.19.8) compares a module's class with the listed ones, and a split module's class is made of
+    its own and ours. Can go when it takes subclasses.
+    """
+    if not engine.torch_autocast_enabled():
+        return
+    from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
+
+    listed = set(engine.torch_autocast_lower_precision_safe_modules())
+    for module in modules:
+        if listed & {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}:
+            for parameter in module.parameters(recurse=False):
+                setattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME, engine.torch_autocast_dtype())
 
 
 def on_destroy(engine: Any, release: Callable[[], None]) -> None:
