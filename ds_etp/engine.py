@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,13 +17,20 @@ from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
-from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
+from ds_etp.experts.build import (
+    enable_shared_expert_overlap,
+    ineffective_options,
+    make_shard,
+    misaligned_shards,
+    private_groups,
+)
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
 from ds_etp.loading.deferred import deferred_modules, is_deferred, with_progress
 from ds_etp.loading.reader import ShardReader
 from ds_etp.log import log_table, logger
+from ds_etp.parallel.consensus import ranks_per_node
 from ds_etp.parallel.process_groups import ExpertGroups, check_group_name_free
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.accelerate import install_get_state_dict
@@ -137,14 +142,15 @@ class _Events:
             fuse_column_input_grads(model)
         if extension.topology.tp > 1 and engine.pipeline_parallelism:
             stage_tp.restore_pipeline_mpu(engine, model)
+        per_node = ranks_per_node(engine.device)
+        extension.choices = choose_dispatchers(model, extension.layouts, extension.topology, extension.block, per_node)
+        private = private_groups(extension.choices.values(), engine.device)
         pipeline = engine.mpu.get_pipe_parallel_group() if extension.topology.pp > 1 else None
-        extension.groups = groups = ExpertGroups(extension.topology, pipeline)
+        extension.groups = groups = ExpertGroups(extension.topology, pipeline, private)
         overrides.on_destroy(engine, groups.destroy)
         if engine.pipeline_parallelism:
             overrides.on_destroy(engine, partial(clear_global_mpu, engine))
             refuse_stage_files(model)
-        per_node = _ranks_per_node(engine.device)
-        extension.choices = choose_dispatchers(model, extension.layouts, extension.topology, extension.block, per_node)
         half = engine.fp16_enabled() or engine.bfloat16_enabled()
         unaligned, warning = misaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
         for path in unaligned:
@@ -200,15 +206,6 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     else:
         extension.layouts = check()
     extension.checked = True
-
-
-def _ranks_per_node(device: torch.device) -> int:
-    """Ranks that share a node: the fewest that any rank's launcher says, so that all ranks choose alike."""
-    named = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
-    local = next((int(value) for value in named if value.isdecimal() and int(value)), dist.get_world_size())
-    fewest = torch.tensor(local, device=device)
-    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
-    return int(fewest)
 
 
 def _shard_model(

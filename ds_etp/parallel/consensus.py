@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ds_etp.errors import CheckpointError
@@ -68,6 +70,15 @@ def broadcast_object(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def ranks_per_node(device: torch.device) -> int:
+    """Ranks that share a node: the fewest that any rank's launcher says, so that all ranks choose alike."""
+    named = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+    local = next((int(value) for value in named if value.isdecimal() and int(value)), dist.get_world_size())
+    fewest = torch.tensor(local, device=device)
+    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+    return int(fewest)
 
 
 def _reason(failure: Exception) -> str:
