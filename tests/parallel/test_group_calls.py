@@ -84,6 +84,19 @@ def test_members_and_nobody_else_share_a_name() -> None:
     assert len({name for by_name in names.values() for name in by_name}) == sum(map(len, names.values()))
 
 
+def test_a_bound_device_is_the_groups_too() -> None:
+    """Calls are as few, and the device goes on. NCCL would split its communicator; the fake backend has none."""
+    with as_rank(3, 512):
+        world: Any = dist.group.WORLD
+        world.bound_device_id = torch.device("cuda:0")
+        with count_group_calls() as calls:
+            groups = ExpertGroups(Topology(512, etp=8, ep=64))
+        made: list[Any] = [groups.ep.group, groups.expt_tp.group, groups.expert_model_parallel.group, groups.zero_group]
+        assert len(calls) == len(made)
+        assert [group.bound_device_id for group in made] == [world.bound_device_id] * len(made)
+        groups.destroy()
+
+
 def test_a_group_that_was_not_made_is_not_the_world() -> None:
     with as_rank(3, 8):
         groups = ExpertGroups(Topology(8, etp=2, ep=2), private=["ep"])
