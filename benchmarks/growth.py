@@ -45,13 +45,15 @@ def layer(shape: dict[str, Any], case: dict[str, Any], folder: str, steps: int) 
 
 
 def groups(folder: str, worlds: list[int]) -> list[dict[str, float]]:
-    """Seconds to lay out, plan and build the groups of large worlds, on torch's fake process group.
+    """Seconds to lay out, plan and build the groups of large worlds, and calls for it, on torch's fake process group.
 
-    The fake group sends nothing: this is the work of each rank, without the network's share of it.
+    The fake group sends nothing: this is the work of each rank, without the network's share of it. The groups are
+    those of an engine with an all-to-all dispatcher, which has the most.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from benchmarks.group_calls import count_group_calls
     from ds_etp.dispatch.cost import choose_dispatcher
     from ds_etp.parallel.process_groups import ExpertGroups
     from ds_etp.parallel.topology import GROUP_KINDS, Topology
@@ -67,10 +69,17 @@ def groups(folder: str, worlds: list[int]) -> list[dict[str, float]]:
         laid_out = time.perf_counter()
         choose_dispatcher(topology, per_token=8, experts=64, ranks_per_node=8)
         planned = time.perf_counter()
-        ExpertGroups(topology).destroy()
+        with count_group_calls() as calls:
+            ExpertGroups(topology).destroy()
         built = time.perf_counter()
         rows.append(
-            {"world": world, "layout": laid_out - start, "dispatcher": planned - laid_out, "groups": built - planned}
+            {
+                "world": world,
+                "layout": laid_out - start,
+                "dispatcher": planned - laid_out,
+                "groups": built - planned,
+                "calls": len(calls),
+            }
         )
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # the launch ends with a barrier

@@ -160,11 +160,14 @@ def _layers(rows: list[dict[str, Any]]) -> str:
 
 
 def _groups(rows: list[dict[str, Any]]) -> str:
-    header = ("ranks", "layout, ms", "dispatcher, ms", "groups, ms")
+    header = ("ranks", "layout, ms", "dispatcher, ms", "groups, ms", "calls that make groups")
     return (
         "## Growth of groups\n\nOn torch's fake process group: the work of one rank, without messages. etp 2, ep 4.\n\n"
         + table(
             header,
-            [(r["world"], *(f"{r[part] * 1e3:.2f}" for part in ("layout", "dispatcher", "groups"))) for r in rows],
+            [
+                (r["world"], *(f"{r[part] * 1e3:.2f}" for part in ("layout", "dispatcher", "groups")), r["calls"])
+                for r in rows
+            ],
         )
     )

@@ -142,14 +142,15 @@ class _Events:
             fuse_column_input_grads(model)
         if topology.tp > 1 and engine.pipeline_parallelism:
             stage_tp.restore_pipeline_mpu(engine, model)
+        extension.node = node = node_size()
+        extension.choices = choose_dispatchers(model, extension.layouts, topology, extension.block, node.ranks)
+        private = build.private_groups(extension.choices.values(), engine.device)
         pipeline = engine.mpu.get_pipe_parallel_group() if topology.pp > 1 else None
-        extension.groups = groups = ExpertGroups(topology, pipeline)
+        extension.groups = groups = ExpertGroups(topology, pipeline, private)
         overrides.on_destroy(engine, groups.destroy)
         if engine.pipeline_parallelism:
             overrides.on_destroy(engine, partial(clear_global_mpu, engine))
             refuse_stage_files(model)
-        extension.node = node = node_size()
-        extension.choices = choose_dispatchers(model, extension.layouts, topology, extension.block, node.ranks)
         half = engine.fp16_enabled() or engine.bfloat16_enabled()
         unaligned, warning = build.misaligned_shards(model, extension.layouts, topology, 2 if half else None)
         for path in unaligned:

@@ -163,7 +163,7 @@ def tested() -> dict[str, str]:
     return {key: test for test, keys in TESTED.items() for key in keys}
 
 
-def without_effect() -> dict[str, str]:
+def ineffective() -> dict[str, str]:
     """Why each key that has no effect has none."""
     return {key: reason for reason, keys in WITHOUT_EFFECT.items() for key in keys}
 
@@ -180,4 +180,4 @@ def rules_for(key: str) -> Iterator[HostRule]:
 
 def is_decided(key: str) -> bool:
     """Whether a key of DeepSpeed's config was looked at: it is tested, has no effect, or has a rule."""
-    return key in tested() or key in without_effect() or any(rules_for(key))
+    return key in tested() or key in ineffective() or any(rules_for(key))

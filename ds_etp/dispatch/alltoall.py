@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ds_etp.parallel.autograd import OverlapFn
 from ds_etp.parallel.collectives import (
     unpadded,
 )
+from ds_etp.parallel.topology import GroupKind
 
 MakePlan = Callable[[RankLayout, RoutingCounts, int, Tensor], RoutingPlan]
 
@@ -67,6 +68,7 @@ class _Combine(Function):
 class AllToAll(TokenDispatcher):
     """For every topology. Token counts of all expert ranks are exchanged once per call; the host waits for them."""
 
+    private_groups: ClassVar[frozenset[GroupKind]] = frozenset({"expt_tp", "ep"})
     make_plan: MakePlan
     gathers_over_etp: bool
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ds_etp.dispatch.segments import Segments
 from ds_etp.parallel import autograd as c
 from ds_etp.parallel.autograd import OverlapFn
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
+from ds_etp.parallel.topology import GroupKind
 
 
 @dataclass
@@ -64,6 +65,7 @@ class TokenDispatcher(ABC):
     """
 
     knows_shapes = False  # whether rows have shapes the host knows, as far as they can have sentinels
+    private_groups: ClassVar[frozenset[GroupKind]] = frozenset()  # those of `PRIVATE_KINDS` that it sends over
 
     def __init__(
         self,

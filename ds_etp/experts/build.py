@@ -1,4 +1,7 @@
-"""Builds the shard of each experts module as the config block asks: dispatcher, sentinels, recompute, overlap."""
+"""Builds the shard of each experts module as the config block asks: dispatcher, sentinels, recompute, overlap.
+
+Before that, it tells which groups dispatchers send over.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.grouped_mm import GROUPED_MM_ALIGNMENT
+from ds_etp.dispatch.cost import DispatchChoice
 from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.experts.blocks import find_shared_experts
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import Shard, sharded_modules, uses_sentinels
 from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
-from ds_etp.parallel.process_groups import ExpertGroups
-from ds_etp.parallel.topology import Topology
+from ds_etp.parallel.process_groups import PRIVATE_KINDS, ExpertGroups
+from ds_etp.parallel.topology import GroupKind, Topology
 from ds_etp.patches.peft.expert_lora import plain_path
 from ds_etp.patches.transformers.experts_flags import experts_implementation
 from ds_etp.patches.transformers.experts_interface import enable_sentinels, is_aligned, skips_sentinels
@@ -52,6 +57,17 @@ def make_shard(
         shared_overlap=shared_overlap,
         sorted_forward=sorted_forward if layout.adapter is None else None,
     )
+
+
+def private_groups(choices: Iterable[DispatchChoice], device: torch.device) -> list[GroupKind]:
+    """The private groups to make: those that a dispatcher of any rank sends over. Collective over the world.
+
+    Pipeline stages may differ in their dispatchers, and one may have none.
+    """
+    used = {kind for choice in choices for kind in DISPATCHERS[choice.dispatcher].private_groups}
+    anywhere = torch.tensor([kind in used for kind in PRIVATE_KINDS], dtype=torch.uint8, device=device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    return [kind for kind, is_used in zip(PRIVATE_KINDS, anywhere.tolist(), strict=True) if is_used]
 
 
 def enable_shared_expert_overlap(

@@ -7,13 +7,19 @@ groups have the same ranks share the entry, and the last one to leave takes it d
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 from deepspeed.utils import groups as host
 
 from ds_etp.errors import config_error
 from ds_etp.parallel.topology import GroupKind, Topology
+from ds_etp.patches.torch.subgroups import new_subgroup
+
+# The groups that only some dispatchers send over, and that only their engine knows.
+PRIVATE_KINDS: tuple[GroupKind, ...] = ("expt_tp", "ep")
 
 
 @dataclass(frozen=True)
@@ -23,12 +29,22 @@ class ProcessGroupInfo:
     Attributes:
         ranks: global ranks, in axis order.
         index: this process's place in `ranks`.
-        group: their process group; None where the process is alone.
     """
 
     ranks: tuple[int, ...]
     index: int
-    group: dist.ProcessGroup | None
+    _group: dist.ProcessGroup | None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of `ranks`; None where the process is alone.
+
+        Raises:
+            RuntimeError: it was not made. None would send over all ranks of the world.
+        """
+        if self._group is None and self.size > 1:
+            raise RuntimeError(f"no process group was made for ranks {list(self.ranks)}: no dispatcher was to use it")
+        return self._group
 
     @property
     def size(self) -> int:
@@ -82,7 +98,7 @@ def check_group_name_free(topology: Topology) -> None:
 class ExpertGroups:
     """The process groups of one engine's expert path.
 
-    Making one is collective over the world: every rank makes every group in the same order.
+    Making one is collective over the world: every rank makes its groups in the same order, one of each kind.
 
     Attributes:
         topology: the sizes the groups were made from.
@@ -93,9 +109,15 @@ class ExpertGroups:
     Args:
         topology: the sizes.
         pipeline: the group of the ranks with this one's place in the other stages; None without pipeline.
+        private: which of `PRIVATE_KINDS` to make, alike on all ranks; ranks and places are known of the others too.
     """
 
-    def __init__(self, topology: Topology, pipeline: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        pipeline: dist.ProcessGroup | None = None,
+        private: Collection[GroupKind] = PRIVATE_KINDS,
+    ) -> None:
         rank = dist.get_rank()
         self.topology = topology
         self.name = group_name(topology)
@@ -104,8 +126,8 @@ class ExpertGroups:
         self.expert_model_parallel = self._peers("expert_model_parallel", rank, entry.model_parallel)
         self.expert_dp = self._peers("expert_dp", rank, entry.data_parallel)
         self.zero_group = entry.data_parallel
-        self.expt_tp = self._private_peers("expt_tp", rank)
-        self.ep = self._private_peers("ep", rank)
+        self.expt_tp = self._private_peers("expt_tp", rank, private)
+        self.ep = self._private_peers("ep", rank, private)
         attention = host.get_tensor_model_parallel_group() if topology.tp > 1 else None
         self.tp = self._peers("tp", rank, attention)
         self.pp = self._peers("pp", rank, pipeline)
@@ -114,12 +136,11 @@ class ExpertGroups:
         ranks = self.topology.group_of(kind, rank)
         return ProcessGroupInfo(ranks, ranks.index(rank), group if len(ranks) > 1 else None)
 
-    def _private_peers(self, kind: GroupKind, rank: int) -> ProcessGroupInfo:
-        all_groups = self.topology.groups(kind)
-        if len(all_groups[0]) == 1:
-            return self._peers(kind, rank, None)
-        group = _make_groups(all_groups, rank)
-        self._private.append(group)
+    def _private_peers(self, kind: GroupKind, rank: int, private: Collection[GroupKind]) -> ProcessGroupInfo:
+        group = None
+        if kind in private and len(self.topology.group_of(kind, rank)) > 1:
+            group = make_group(self.topology, kind)
+            self._private.append(group)
         return self._peers(kind, rank, group)
 
     def _register_with_deepspeed(self) -> _RegisteredGroups:
@@ -128,11 +149,7 @@ class ExpertGroups:
         entry = _registered.get(self.name)
         if entry is None or self.name not in host._EXPERT_PARALLEL_GROUP:
             # Nothing there, or what we once put there went when the process group was torn down.
-            entry = _RegisteredGroups(
-                _key(topology),
-                _make_groups(topology.groups("expert_model_parallel"), rank),
-                _make_groups(topology.groups("expert_dp"), rank),
-            )
+            entry = _RegisteredGroups(_key(topology), *_make_registered(topology))
             _registered[self.name] = entry
             host._EXPERT_PARALLEL_GROUP[self.name] = entry.model_parallel
             host._EXPERT_DATA_PARALLEL_GROUP[self.name] = entry.data_parallel
@@ -165,16 +182,24 @@ class ExpertGroups:
                 host._EXPERT_DATA_PARALLEL_GROUP_RANKS,
             ):
                 table.pop(self.name, None)
-            dist.destroy_process_group(entry.model_parallel)
-            dist.destroy_process_group(entry.data_parallel)
+            for group in dict.fromkeys((entry.model_parallel, entry.data_parallel)):
+                dist.destroy_process_group(group)
 
 
-def _make_groups(all_groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGroup:
-    """Makes every group of one kind, as torch.distributed wants of all ranks; returns this rank's."""
-    own: dist.ProcessGroup | None = None
-    for ranks in all_groups:
-        group: dist.ProcessGroup = dist.new_group(list(ranks))
-        if rank in ranks:
-            own = group
-    assert own is not None
-    return own
+def make_group(topology: Topology, kind: GroupKind) -> dist.ProcessGroup:
+    """This rank's process group of one kind. Every rank makes its own, in the same order."""
+    return new_subgroup(topology.group_of(kind, dist.get_rank()), partial(topology.groups, kind), f"ds_etp_{kind}")
+
+
+def _make_registered(topology: Topology) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The two groups of an entry. DeepSpeed wants them where a rank is alone, too: one group of one does for both."""
+    sizes = topology.expert_model_parallel, topology.edp
+    alone = _make_group_of_one() if 1 in sizes else None
+    model_parallel = make_group(topology, "expert_model_parallel") if alone is None or sizes[0] > 1 else alone
+    data_parallel = make_group(topology, "expert_dp") if alone is None or sizes[1] > 1 else alone
+    return model_parallel, data_parallel
+
+
+def _make_group_of_one() -> dist.ProcessGroup:
+    world = dist.get_world_size()
+    return new_subgroup((dist.get_rank(),), lambda: [(rank,) for rank in range(world)], "ds_etp_self")

@@ -68,7 +68,9 @@ class Topology:
 
     def group_of(self, kind: GroupKind, rank: int) -> tuple[int, ...]:
         """The group of one kind that `rank` is in."""
-        return next(group for group in self.groups(kind) if rank in group)
+        axes, others = _axes(self, kind)
+        first = sum(rank // stride % size * stride for size, stride in others)
+        return tuple(first + offset for offset in _offsets(axes))
 
     def stage_of(self, rank: int) -> range:
         """The ranks of the pipeline stage that `rank` is in; all of them without pipeline."""
@@ -81,24 +83,33 @@ class Topology:
         return self.group_of(kind, rank).index(rank)
 
 
+Axes = list[tuple[int, int]]  # the size of each, and how far neighbours along it are apart; the fastest first
+
+
 @lru_cache(maxsize=256)
 def _groups(topology: Topology, kind: GroupKind) -> Groups:
+    axes, others = _axes(topology, kind)
+    offsets = _offsets(axes)
+    return tuple(tuple(first + offset for offset in offsets) for first in sorted(_offsets(others)))
+
+
+def _axes(topology: Topology, kind: GroupKind) -> tuple[Axes, Axes]:
+    """The axes along which the ranks of one group differ, and the others."""
     dense = (("tp", topology.tp), ("cp", topology.cp), ("dp", topology.dp), ("pp", topology.pp))
     expert = (("expt_tp", topology.etp), ("ep", topology.ep), ("expert_dp", topology.edp), ("pp", topology.pp))
-    if kind == "expert_model_parallel":
-        return _vary(expert, {"expt_tp", "ep"})
-    return _vary(dense if kind in dict(dense) else expert, {kind})
-
-
-def _vary(order: tuple[tuple[str, int], ...], axes: set[str]) -> Groups:
-    """Ranks that differ only along `axes`, where `order` names the axes from the fastest on."""
-    inner, outer = [0], [0]
+    varied: set[str] = {"expt_tp", "ep"} if kind == "expert_model_parallel" else {kind}
+    axes: Axes = []
+    others: Axes = []
     stride = 1
-    for name, size in order:
-        offsets = range(0, stride * size, stride)
-        if name in axes:
-            inner = [base + offset for offset in offsets for base in inner]
-        else:
-            outer = [base + offset for offset in offsets for base in outer]
+    for name, size in dense if kind in dict(dense) else expert:
+        (axes if name in varied else others).append((size, stride))
         stride *= size
-    return tuple(sorted(tuple(start + offset for offset in inner) for start in outer))
+    return axes, others
+
+
+def _offsets(axes: Axes) -> list[int]:
+    """The ranks that differ from rank 0 along these axes only, itself first."""
+    ranks = [0]
+    for size, stride in axes:
+        ranks = [rank + place * stride for place in range(size) for rank in ranks]
+    return ranks

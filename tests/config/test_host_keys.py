@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from ds_etp.config import host_keys
-from ds_etp.config.host_keys import TESTED, WITHOUT_EFFECT, is_decided, rules_for, without_effect
+from ds_etp.config.host_keys import TESTED, WITHOUT_EFFECT, ineffective, is_decided, rules_for
 from ds_etp.config.host_rules import HOST_RULES, REMOVED_BLOCKS, REMOVED_ZERO_KEYS
 from tests.launcher import Launcher
 from tests.oracle import Recipe
@@ -167,7 +167,7 @@ def test_every_key_of_the_tables_is_deepspeeds() -> None:
     root = Path(deepspeed.__file__).parent
     files = [path for part in ("runtime", "profiling", "utils", "comm") for path in (root / part).rglob("*.py")]
     source = "".join(path.read_text(encoding="utf-8") for path in [*files, root / "__init__.py"])
-    for key in {**host_keys.tested(), **without_effect()}:
+    for key in {**host_keys.tested(), **ineffective()}:
         last = key.rpartition(".")[2]
         assert key in fields or f'"{last}"' in source or f"'{last}'" in source, key
 

@@ -31,6 +31,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.checkpoint": 4,
     "ds_etp.loading": 4,
     "ds_etp.patches": 5,
+    "ds_etp.patches.torch": 2,
     "ds_etp.patches.transformers.experts_flags": 3,
     "ds_etp.parameters": 5,
     "ds_etp.checkpoint.api": 5,

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_etp.config.dense_rules import check_sequence_heads
 from ds_etp.errors import config_error
+from ds_etp.parallel.process_groups import make_group
 from ds_etp.parallel.topology import Topology
 
 _AUTOTP = (
@@ -69,8 +70,7 @@ def lay_out_sequences(engine: Any, model: nn.Module, topology: Topology) -> None
     rank = dist.get_rank()
     ranks = topology.group_of("cp", rank)
     if dist.get_process_group_ranks(parallel_state_sp.get_sequence_parallel_group()) != list(ranks):
-        own = [dist.new_group(list(group)) for group in topology.groups("cp")]
-        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = own[topology.groups("cp").index(ranks)]
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = make_group(topology, "cp")
         _divide_heads(_attention(model), topology.tp)
     # AutoTP's data-parallel group is that of all ranks with the same shard of the dense weights.
     parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = host_groups.get_data_parallel_group()
