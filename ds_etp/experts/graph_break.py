@@ -8,6 +8,12 @@ anew for other counts. Hooks on the module, ZeRO-3's above all, run outside of t
 from __future__ import annotations
 
 import torch
+from torch import nn
+
+from ds_etp.errors import config_error
+
+# What the module that torch.compile makes around another calls it.
+_INNER = "_orig_mod"
 
 
 def not_compiled(module_class: type, what: str) -> type:
@@ -24,3 +30,22 @@ def not_compiled(module_class: type, what: str) -> type:
     for name in ("__call__", "forward"):
         setattr(module_class, name, torch.compiler.disable(getattr(module_class, name), reason=reason))
     return module_class
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuses modules that `torch.compile(module)` has put into one of its own: parameters get its name for them.
+
+    Raises:
+        ConfigError: names the module, and the ways to compile in place.
+    """
+    for path, module in model.named_modules():
+        outer, _, name = path.rpartition(".")
+        if name == _INNER:
+            raise config_error(
+                "model",
+                f"torch.compile({type(module).__name__})",
+                f"puts {_INNER!r} into the names of its parameters, and so into checkpoints and exports",
+                where=outer or None,
+                works="engine.compile(backend=...), model.compile(backend=...), Trainer's torch_compile=True",
+                label="Ways that work",
+            )
