@@ -47,8 +47,8 @@ def on_destroy(engine: Any, release: Callable[[], None]) -> None:
 def refuse_compiled_autograd(engine: Any) -> None:
     """Makes `engine.compile` refuse `compiled_autograd_enabled` (deepspeed 0.19.5 to 0.19.8) with a `ConfigError`.
 
-    It would trace backward as a whole: also the dispatchers' messages, some of which are started in one node and awaited
-    in another, with row counts that are the host's. Can go when it has been shown to give right numbers on those.
+    It would trace backward as a whole: also the dispatchers' messages, some of which are started in one node and
+    awaited in another, with row counts that are the host's. Can go when it has been shown to give right numbers.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
