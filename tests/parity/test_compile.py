@@ -33,7 +33,6 @@ def assert_no_new_graphs(traced: list[Traced]) -> None:
         assert found.graphs == found.warm_up, (
             f"rank {rank}: {found.graphs} graphs after {found.warm_up} in the first step"
         )
-        assert any(OURS in reason for reason in found.breaks), "no break has ds_etp's reason"
 
 
 def run(launcher: Launcher, recipe: Recipe, layout: Layout, how: str, **options: Any) -> tuple[Any, list[Traced]]:
@@ -74,6 +73,9 @@ def test_not_a_bit_differs(launcher: Launcher, how: str, recipe: Recipe, layout:
     """Backend `eager` runs the very operations that it has traced."""
     compiled, traced = run(launcher, recipe, layout, how)
     assert_no_new_graphs(traced)
+    # There the hosts' own breaks leave no traced frame that calls the experts.
+    if recipe.checkpointing != "reentrant":
+        assert any(OURS in reason for reason in traced[0].breaks), "no break has ds_etp's reason"
     assert_same_bits(eager(launcher, recipe, layout), compiled)
 
 
@@ -86,7 +88,7 @@ def test_nothing_else_breaks(launcher: Launcher) -> None:
     layout = Layout(2, etp=2)
     compiled, traced = run(launcher, recipe, layout, "layers", backend="aot_eager")
     assert_no_new_graphs(traced)
-    assert traced[0].others == []
+    assert traced[0].breaks and traced[0].others == []
     # AOTAutograd takes backward apart into other operations: the same sums in another order.
     assert_equal_runs(compiled, eager(launcher, recipe, layout))
 
