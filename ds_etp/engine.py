@@ -243,6 +243,7 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_exports(engine, model)
     install_get_state_dict()
     install_whole_parameters(engine, model, groups)
+    overrides.refuse_compiled_autograd(engine)
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
     check_first_losses(engine, groups.tp)

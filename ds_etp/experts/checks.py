@@ -13,6 +13,7 @@ from ds_etp.config import block as block_config
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.dispatch.cost import DispatchChoice, choose_dispatcher
 from ds_etp.errors import config_error
+from ds_etp.experts.graph_break import refuse_wrapped
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.registry import find_experts, read_layout
 from ds_etp.parallel.topology import Topology
@@ -44,6 +45,7 @@ def checked_layouts(
         ConfigError: names the first layer or setting that doesn't work.
     """
     refuse_split_model(model)
+    refuse_wrapped(model)
     modules = find_experts(model)
     if not modules and not is_stage:
         raise config_error(

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_etp import aliases
 from ds_etp.dispatch.base import DispatchOutput, TokenDispatcher
+from ds_etp.experts.graph_break import not_compiled
 from ds_etp.experts.layout import ExpertsLayout, full_shape
 from ds_etp.experts.shared_overlap import SharedExpertOverlap
 from ds_etp.parallel.topology import Topology
@@ -162,7 +163,7 @@ def _rank0_only_param(name: str) -> property:
 @cache
 def _sharded_class(family: type, mixin: type, once: tuple[str, ...]) -> type:
     body: dict[str, Any] = {"__module__": family.__module__, **{name: _rank0_only_param(name) for name in once}}
-    return type(f"Sharded{family.__name__}", (mixin, family), body)
+    return not_compiled(type(f"Sharded{family.__name__}", (mixin, family), body), "split experts")
 
 
 def convert_module(module: nn.Module, shard: Shard) -> None:

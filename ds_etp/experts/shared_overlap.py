@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_etp.experts.graph_break import not_compiled
+
 
 class SharedExpertOverlap:
     """The shared experts of one decoder block, and their cached output.
@@ -85,7 +87,7 @@ class _Shared:
 def _class_with(mixin: type, family: type) -> type:
     """A class that passes for the family's, by its name too: hosts look for blocks by name."""
     names = {name: getattr(family, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(family.__name__, (mixin, family), names)
+    return not_compiled(type(family.__name__, (mixin, family), names), "shared experts overlap with routed ones")
 
 
 def install_overlap(block: nn.Module, shared_overlap: SharedExpertOverlap) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed import set_optimizer_flags
 from torch import nn
 
+from ds_etp.errors import config_error
 from ds_etp.patches.base import override
+
+_COMPILED_AUTOGRAD = "compiled_autograd_enabled"
 
 
 def refresh_optimizer_flags(engine: Any, model: nn.Module) -> None:
@@ -55,3 +59,28 @@ def on_destroy(engine: Any, release: Callable[[], None]) -> None:
         return destroy
 
     override(engine, "destroy", make)
+
+
+def refuse_compiled_autograd(engine: Any) -> None:
+    """Makes `engine.compile` refuse `compiled_autograd_enabled` (deepspeed 0.19.5 to 0.19.8) with a `ConfigError`.
+
+    It would trace backward as a whole: also the dispatchers' messages, some of which are started in one node and
+    awaited in another, with row counts that are the host's. Can go when it has been shown to give right numbers.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            if signature.bind(*args, **kwargs).arguments.get(_COMPILED_AUTOGRAD):
+                raise config_error(
+                    f"engine.compile({_COMPILED_AUTOGRAD})",
+                    True,
+                    "is not supported: it would trace the messages that experts send in backward",
+                    works="false: what lies between the experts is compiled, forward and backward",
+                )
+            return original(*args, **kwargs)
+
+        return compile
+
+    override(engine, "compile", make)

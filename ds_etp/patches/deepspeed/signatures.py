@@ -53,6 +53,7 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "_take_model_step": "self, ...",
         "_reduce_non_expert_gradients": "self, ...",
         "destroy": "self",
+        "compile": "self, backend, compile_kwargs, ...",
         "get_data_types": "self",
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {

@@ -27,6 +27,7 @@ from deepspeed import zero
 from torch import Tensor, nn
 
 from ds_etp.errors import config_error
+from ds_etp.experts.graph_break import not_compiled
 from ds_etp.experts.layout import ExpertsLayout, full_shape
 from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.parallel import autograd
@@ -164,8 +165,7 @@ class AdaptedExperts:
 @contextmanager
 def _with_products(experts: Any, active: list[tuple[Any, str]]) -> Iterator[None]:
     weights = _adapted_weights(experts, active)
-    # An entry of the instance hides the parameter of that name from the family's forward, and from nobody
-    # else: parameters live in a dict of their own.
+    # An entry of the instance hides the parameter from the family's forward alone: parameters have a dict of their own.
     vars(experts).update(weights)
     try:
         yield
@@ -257,7 +257,7 @@ def _split_class(wrapper: type[nn.Module]) -> type[nn.Module]:
                 )
 
     SplitParamWrapper.__module__, SplitParamWrapper.__qualname__ = wrapper.__module__, wrapper.__qualname__
-    return SplitParamWrapper
+    return not_compiled(SplitParamWrapper, "adapters of split experts")
 
 
 def check_same_adapters(model: nn.Module, tp: ProcessGroupInfo, device: torch.device) -> None:
