@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -26,6 +24,7 @@ from ds_etp.experts.sharded import check_sizes, shard_in_place
 from ds_etp.loading.deferred import deferred_modules, is_deferred, with_progress
 from ds_etp.loading.reader import ShardReader
 from ds_etp.log import log_table, logger
+from ds_etp.parallel.nodes import ranks_per_node
 from ds_etp.parallel.process_groups import ExpertGroups, check_group_name_free
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.accelerate import install_get_state_dict
@@ -39,6 +38,7 @@ from ds_etp.patches.deepspeed.autotp_output_layer import whole_output_layer
 from ds_etp.patches.deepspeed.engine import engine_patches, raw_config
 from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install_exports
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
+from ds_etp.patches.deepspeed.router_monitor import monitor_router
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
 from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients, check_first_losses
 from ds_etp.patches.deepspeed.tp_replica_sync import sync_replicas
@@ -143,7 +143,7 @@ class _Events:
         if engine.pipeline_parallelism:
             overrides.on_destroy(engine, partial(clear_global_mpu, engine))
             refuse_stage_files(model)
-        per_node = _ranks_per_node(engine.device)
+        per_node = ranks_per_node(engine.device)
         extension.choices = choose_dispatchers(model, extension.layouts, extension.topology, extension.block, per_node)
         half = engine.fp16_enabled() or engine.bfloat16_enabled()
         unaligned, warning = misaligned_shards(model, extension.layouts, extension.topology, 2 if half else None)
@@ -202,15 +202,6 @@ def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     extension.checked = True
 
 
-def _ranks_per_node(device: torch.device) -> int:
-    """Ranks that share a node: the fewest that any rank's launcher says, so that all ranks choose alike."""
-    named = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
-    local = next((int(value) for value in named if value.isdecimal() and int(value)), dist.get_world_size())
-    fewest = torch.tensor(local, device=device)
-    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
-    return int(fewest)
-
-
 def _shard_model(
     model: nn.Module, extension: Extension, groups: ExpertGroups, reader: ShardReader, *, zero3: bool
 ) -> None:
@@ -245,11 +236,13 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_exports(engine, model)
     install_get_state_dict()
     install_whole_parameters(engine, model, groups)
+    block = engine.ds_etp.block
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
     check_first_losses(engine, groups.tp)
     check_first_gradients(engine, groups.tp)
-    sync_replicas(engine, groups.tp, engine.ds_etp.block.replica_check_interval)
+    sync_replicas(engine, groups.tp, block.replica_check_interval)
+    monitor_router(engine, model, groups.topology, block.monitor_interval, block.monitor_router)
     if engine.zero_optimization_stage() == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 
