@@ -45,6 +45,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.loading.from_pretrained": 6,
     "ds_etp.cli": 6,
     "ds_etp": 7,
+    "ds_etp.integrations": 7,
     "ds_etp.__main__": 7,
 }
 TORCH_FREE = (0, 1)
