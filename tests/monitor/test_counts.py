@@ -15,6 +15,8 @@ from tests.oracle import Recipe
 from tests.peft.models import ONLY_ATTENTION
 from tests.pipeline.lm_runs import Case
 from tests.pipeline.lm_runs import train as train_pipeline
+from tests.sequence.runs import Sequences
+from tests.sequence.runs import train as train_sequences
 from tests.sharded import Layout
 
 CASES: dict[str, tuple[Recipe, Layout, dict[str, Any]]] = {
@@ -109,6 +111,15 @@ def test_every_stage_of_a_pipeline(launcher: Launcher, tmp_path: Path) -> None:
     assert len(stages) == len(expected) == 2
     renamed = dict(zip(stages, expected.values(), strict=True))
     assert by_report(values, renamed) == renamed
+
+
+def test_ranks_that_share_sequences(launcher: Launcher, tmp_path: Path) -> None:
+    """Under Ulysses each rank routes its own part of a sequence; tensor-parallel ranks route the same one."""
+    layout = Layout(4, tp=2, sp=2, etp=2, ep=2, stage=1)
+    recipe = Sequences(steps=2)
+    launcher.run(4, train_sequences, recipe=recipe, layout=shown(layout, tmp_path))
+    expected = unsharded_counts(recipe, steps_a_report=2)
+    assert by_report(written(tmp_path), expected) == expected
 
 
 def test_layers_only(launcher: Launcher, tmp_path: Path) -> None:
