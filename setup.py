@@ -82,7 +82,7 @@ setup(
     ],
     extras_require={
         "dev": pinned(),
-        "chart": ["matplotlib"],  # ds-etp plan --chart
+        "chart": ["matplotlib"],  # ds-etp plan --chart, ds-etp report
         "peft": [f"peft>={tested('PEFT_MIN')},{up_to_patches_of(tested('PEFT_MAX'))}"],
         "examples": ["accelerate", "datasets", "matplotlib", "tokenizers", "tqdm"],
     },

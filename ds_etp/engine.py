@@ -23,7 +23,7 @@ from ds_etp.experts import build
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import check_sizes, shard_in_place
-from ds_etp.loading.deferred import deferred_modules, is_deferred, with_progress
+from ds_etp.loading.deferred import is_deferred, refuse_deferred, with_progress
 from ds_etp.loading.reader import ShardReader
 from ds_etp.log import log_table, logger
 from ds_etp.parallel.nodes import NodeSize, node_size
@@ -41,6 +41,7 @@ from ds_etp.patches.deepspeed.autotp_output_layer import whole_output_layer
 from ds_etp.patches.deepspeed.engine import engine_patches, raw_config
 from ds_etp.patches.deepspeed.engine_methods import install_checkpoints, install_exports
 from ds_etp.patches.deepspeed.pipeline import clear_global_mpu, gathered_choices, stage_count, validate_stages
+from ds_etp.patches.deepspeed.router_monitor import monitor_router
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_stage_files
 from ds_etp.patches.deepspeed.tp_replica_check import check_first_gradients, check_first_losses
 from ds_etp.patches.deepspeed.tp_replica_sync import sync_replicas
@@ -132,7 +133,7 @@ class _Events:
         """Shards the experts and tells DeepSpeed about them."""
         extension = _extension(engine)
         if extension is None:
-            _refuse_deferred(model)
+            refuse_deferred(model)
             return
         _check_model(engine, model, extension)
         topology = extension.topology
@@ -187,16 +188,6 @@ def _extension(engine: Any) -> Extension | None:
     return extension
 
 
-def _refuse_deferred(model: nn.Module) -> None:
-    for path in deferred_modules(model):
-        raise config_error(
-            "expert_tensor_parallel",
-            None,
-            f"is not in this engine's config, but {path} was left to it by ds_etp.from_pretrained",
-            works="the config that from_pretrained was given",
-        )
-
-
 def _check_model(engine: Any, model: nn.Module, extension: Extension) -> None:
     """Finds the layouts, before anything is changed. The second call does nothing: a pipeline's is collective."""
     if extension.checked:
@@ -244,11 +235,13 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     install_get_state_dict()
     install_whole_parameters(engine, model, groups)
     overrides.refuse_compiled_autograd(engine)
+    block = engine.ds_etp.block
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
     check_first_losses(engine, groups.tp)
     check_first_gradients(engine, groups.tp)
-    sync_replicas(engine, groups.tp, engine.ds_etp.block.replica_check_interval)
+    sync_replicas(engine, groups.tp, block.replica_check_interval)
+    monitor_router(engine, model, groups.topology, block.monitor_interval, block.monitor_router)
     if engine.zero_optimization_stage() == 3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from ds_etp.activation import request
 from ds_etp.cli.plan import add_plan
+from ds_etp.cli.report import add_report
 from ds_etp.config.block import ExpertTensorParallelConfig, check_dispatcher, layout_table, parse_block, resolve
 from ds_etp.config.deepspeed import BLOCK, autotp_size, half_dtype, zero_stage
 from ds_etp.config.dense_rules import check_axes
@@ -100,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
 
     add_plan(commands, _size)
+    add_report(commands)
     return parser
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Valida
 
 from ds_etp import aliases
 from ds_etp.config.deepspeed import AUTOTP, BLOCK
+from ds_etp.config.monitor import check_monitor
 from ds_etp.dispatch.cost import DISPATCHER_NAMES, INTER_NODE_COST, tokens_are_replicated
 from ds_etp.errors import ConfigError, config_error
 from ds_etp.parallel.topology import Topology
@@ -41,6 +42,8 @@ class ExpertTensorParallelConfig(BaseModel):
     replicate_lm_head: Literal["auto"] | StrictBool = "auto"
     replica_check_interval: Annotated[StrictInt, Field(ge=0)] = 100
     allow_optimizer: StrictBool = False
+    monitor_router: Literal["layers"] | StrictBool = False
+    monitor_interval: Literal["auto"] | Size = "auto"
     inter_node_cost: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = INTER_NODE_COST
 
 
@@ -57,6 +60,11 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "replicate_lm_head": ('is neither a boolean nor "auto"', '"auto", true, false'),
     "replica_check_interval": ("is not a number of steps: a whole number is needed", "0 (never), 1, 100, ..."),
     "allow_optimizer": ("is not a boolean", "true, false"),
+    "monitor_router": (
+        'is neither a boolean nor "layers"',
+        'false, true, "layers" (without the tokens of each expert)',
+    ),
+    "monitor_interval": ("is not a number of steps of at least 1", '"auto" (= steps_per_print), 1, 10, ...'),
     "inter_node_cost": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",
@@ -86,7 +94,8 @@ def parse_block(ds_config: Mapping[str, object]) -> ExpertTensorParallelConfig |
         The block, or None when it is absent or not enabled.
 
     Raises:
-        ConfigError: the block or its name is misspelt, is no object, or holds an unknown key or a wrong value.
+        ConfigError: the block or its name is misspelt, is no object, or holds an unknown key or a wrong value; or it
+            asks for numbers in a monitor, and none is enabled.
     """
     check_block_name(ds_config)
     if BLOCK not in ds_config:
@@ -99,7 +108,10 @@ def parse_block(ds_config: Mapping[str, object]) -> ExpertTensorParallelConfig |
     except ValidationError as error:
         first = error.errors()[0]
         raise _block_error(str(first["loc"][0]), first["input"]) from None
-    return block if block.enabled else None
+    if not block.enabled:
+        return None
+    check_monitor(block.monitor_router, ds_config)
+    return block
 
 
 def _with_new_names(raw: Mapping[str, object]) -> dict[str, object]:

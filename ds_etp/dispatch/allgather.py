@@ -41,6 +41,11 @@ class AllGather(TokenDispatcher):
         y = c.reduce_scatter(expert_peers, rows.handle, y, reduce_dtype=self.reduce_dtype, overlap_fn=overlap_fn)
         return c.gather_from_tp(self.groups.tp, rows.tokens, y.to(partial.dtype))
 
+    def rows_sent(self, rows: DispatchOutput) -> int:
+        """See `TokenDispatcher.rows_sent`."""
+        sizes: list[int] = rows.handle
+        return 2 * (len(sizes) - 1) * max(sizes)
+
     def _sizes(self, tokens: int, device: torch.device) -> list[int]:
         """How many tokens each expert rank owns.
 

@@ -98,6 +98,11 @@ class AllToAll(TokenDispatcher):
         result: Tensor = _Combine.apply(rows.handle, partial)
         return result
 
+    def rows_sent(self, rows: DispatchOutput) -> int:
+        """See `TokenDispatcher.rows_sent`."""
+        route: AllToAllRoute = rows.handle
+        return route.rows_sent()
+
     def choices(self, index: Tensor) -> Tensor:
         """How many experts on each ep_rank each row of `[n, K]` has: `[n, ep]`."""
         ep_ranks = torch.arange(self.groups.ep.size, device=index.device)

@@ -127,6 +127,13 @@ class AllToAllRoute:
         result = [total.to(dtype) for total, dtype in zip(own, dtypes, strict=True)]
         return all_gather_rows(result, balanced_splits(plan.tokens, groups.tp.size), groups.tp)
 
+    def rows_sent(self) -> int:
+        """Rows this rank sends to others, out and back, padding included; without the gather over tp."""
+        plan, ep, expt_tp = self.plan, self.groups.ep, self.groups.expt_tp
+        over_ep = sum(plan.input_splits) - plan.input_splits[ep.index] + sum(plan.combine_input_splits)
+        padded = (plan.gathers_inputs, plan.recv_padding, plan.reduce_padding, max(plan.reduce_splits or (0,)))
+        return over_ep + (expt_tp.size - 1) * sum(length or 0 for length in padded)
+
     def _unpermute(self, tensor: Tensor, *, is_weights: bool) -> Tensor:
         """Assignments `[a, ...]` added up by partial row: `[num_partial_rows, ...]`."""
         dtype = self.reduce_dtype or tensor.dtype

@@ -104,6 +104,13 @@ class TokenDispatcher(ABC):
         Where there is a message to wait for, `overlap_fn` is called once it has started.
         """
 
+    @abstractmethod
+    def rows_sent(self, rows: DispatchOutput) -> int:
+        """Rows of H that this rank sends in one call, out and back; without the gather over tp. As `cost` counts them.
+
+        From what the host knows anyway. A rank of an all-reduce sends what it would in a ring.
+        """
+
     def _to_local(
         self,
         x: Tensor,

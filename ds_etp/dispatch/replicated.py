@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_etp.dispatch.base import DispatchOutput, TokenDispatcher
 from ds_etp.parallel import autograd as c
+from ds_etp.parallel.collectives import balanced_splits, block_sizes
 
 
 class Replicated(TokenDispatcher):
@@ -41,3 +42,11 @@ class Replicated(TokenDispatcher):
         return c.reduce_scatter_all_gather(
             tp, expert_peers, rows.tokens, partial, reduce_dtype=self.reduce_dtype, overlap_fn=overlap_fn
         ).to(dtype)
+
+    def rows_sent(self, rows: DispatchOutput) -> int:
+        """See `TokenDispatcher.rows_sent`."""
+        tp, expert_peers = self.groups.tp, self.groups.expert_model_parallel
+        sizes = balanced_splits(rows.tokens, tp.size)
+        if tp.size == expert_peers.size:
+            return (expert_peers.size - 1) * sizes[tp.index]
+        return (expert_peers.size - 1) * max(block_sizes(tp, expert_peers, sizes))

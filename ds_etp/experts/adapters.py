@@ -46,14 +46,17 @@ class IdentityExperts(ShardedExperts):
     A token stays where it is for those, so that they count once, and nothing of them crosses a link.
     """
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """See `ShardedExperts.forward`."""
         identity = top_k_index >= self.ds_etp_shard.layout.num_experts
         own = (top_k_weights * identity).sum(-1, keepdim=True).to(hidden_states.dtype)
         # Somewhere they have to go: to an expert that the token has chosen, where it has chosen one.
         chosen = torch.where(identity, -1, top_k_index).amax(-1, keepdim=True).clamp(min=0)
         index = torch.where(identity, chosen, top_k_index)
-        routed = super().forward(hidden_states, index, top_k_weights.masked_fill(identity, 0))
+        weights = top_k_weights.masked_fill(identity, 0)
+        routed = super().forward(hidden_states, index, weights, router_index=top_k_index)
         return routed + hidden_states * own
 
     def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:

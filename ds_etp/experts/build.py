@@ -23,6 +23,7 @@ from ds_etp.experts.blocks import find_shared_experts
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import Shard, sharded_modules, uses_sentinels
 from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
+from ds_etp.monitor.router_load import RouterLoad
 from ds_etp.parallel.process_groups import PRIVATE_KINDS, ExpertGroups
 from ds_etp.parallel.topology import GroupKind, Topology
 from ds_etp.patches.peft.expert_lora import plain_path
@@ -56,6 +57,7 @@ def make_shard(
         recompute=block.recompute,
         shared_overlap=shared_overlap,
         sorted_forward=sorted_forward if layout.adapter is None else None,
+        router_load=RouterLoad(layout.num_experts) if block.monitor_router else None,
     )
 
 

@@ -22,6 +22,7 @@ from ds_etp.dispatch.base import DispatchOutput, TokenDispatcher
 from ds_etp.experts.graph_break import not_compiled
 from ds_etp.experts.layout import ExpertsLayout, full_shape
 from ds_etp.experts.shared_overlap import SharedExpertOverlap
+from ds_etp.monitor.router_load import RouterLoad
 from ds_etp.parallel.topology import Topology
 
 
@@ -41,6 +42,7 @@ class Shard:
         shared_overlap: the block's shared experts, where they overlap with the combine.
         sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them, if
             it has such a thing; None: it never has.
+        router_load: what counts tokens and rows, where the run shows them.
     """
 
     path: str
@@ -53,6 +55,7 @@ class Shard:
     recompute: bool = False
     shared_overlap: SharedExpertOverlap | None = None
     sorted_forward: Callable[[Any], Callable[..., Tensor] | None] | None = None
+    router_load: RouterLoad | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter has still to be sliced: one that two modules share is sliced with the first."""
@@ -81,13 +84,27 @@ class ShardedExperts:
         super().__init_subclass__()
         aliases.rename_methods(cls)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        router_index: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens `[T, H]`, expert indices and weights `[T, K]`, to `[T, H]`: the unsharded module's result.
+
+        `router_index`: the router's choice, if that is another; only counted. From E on nothing counts.
+        """
         partial, rows = self._partial(hidden_states, top_k_index, top_k_weights)
-        shared_overlap = self.ds_etp_shard.shared_overlap
-        return self.ds_etp_shard.dispatcher.combine(
-            partial, rows, None if shared_overlap is None else shared_overlap.overlap_fn
+        shard = self.ds_etp_shard
+        output = shard.dispatcher.combine(
+            partial, rows, None if shard.shared_overlap is None else shard.shared_overlap.overlap_fn
         )
+        if shard.router_load is not None and self.training:  # type: ignore[attr-defined]
+            chosen = top_k_index if router_index is None else router_index
+            shard.router_load.observe(chosen, output, shard.dispatcher.rows_sent(rows))
+        return output
 
     def _partial(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, DispatchOutput]:
         """Partial outputs for the rows this rank's experts work on, and the dispatcher's notes of them."""

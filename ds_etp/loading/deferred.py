@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.chunks import expert_chunks
-from ds_etp.errors import ConfigError
+from ds_etp.errors import ConfigError, config_error
 from ds_etp.experts.sharded import Shard, convert_module
 from ds_etp.loading.lazy import LazyTensor
 from ds_etp.loading.nodes import Node, materialize
@@ -95,6 +95,21 @@ def deferred_modules(model: nn.Module) -> Iterator[str]:
 
 
 @torch.no_grad()
+def refuse_deferred(model: nn.Module) -> None:
+    """Refuses a model with experts left in their files, for an engine without the block.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for path in deferred_modules(model):
+        raise config_error(
+            "expert_tensor_parallel",
+            None,
+            f"is not in this engine's config, but {path} was left to it by ds_etp.from_pretrained",
+            works="the config that from_pretrained was given",
+        )
+
+
 def read_shard(
     module: nn.Module,
     shard: Shard,

@@ -32,7 +32,10 @@ def rows_of_every_k(topology: Topology) -> dict[int, Any]:
 
 
 def rows_of_plans(topology: Topology, groups: ExpertGroups, per_token: int) -> dict[str, Any]:
-    """By dispatcher: rows this rank sends per owned token, forward by group and backward in sum; and collectives."""
+    """By dispatcher: rows this rank sends per owned token, forward by group and backward in sum; and collectives.
+
+    The last number is what the dispatcher says that it has sent, for a run's monitor.
+    """
     tokens = make_tokens(OWNED * topology.tp, per_token, EXPERTS, data_rank(topology), hidden=2)
     matrices = make_experts(EXPERTS, topology.etp, hidden=2)
     results = {}
@@ -58,7 +61,8 @@ def rows_of_plans(topology: Topology, groups: ExpertGroups, per_token: int) -> d
             sent[names[message.group]] += message.rows / half / OWNED
             sent["tp"] = sent.get("tp", 0.0) + (message.rows / 2 / OWNED if half == 2 else 0.0)
         back = sum(message.rows for message in backward.messages) / OWNED
-        results[name] = (sent, back, len(forward.messages) + len(backward.messages))
+        said = dispatcher.rows_sent(rows) / OWNED
+        results[name] = (sent, back, len(forward.messages) + len(backward.messages), said)
     return results
 
 
@@ -86,6 +90,8 @@ def test_recorded_rows_equal_the_formula(
         backward = sum(result[name][1] for result in by_rank) / topology.world
         assert backward == pytest.approx(expected.total + expected.tp_rows, rel=0.02), name
         assert {result[name][2] for result in by_rank} == {expected.collectives}, name
+        forward = sum(rows for result in by_rank for kind, rows in result[name][0].items() if kind != "tp")
+        assert sum(result[name][3] for result in by_rank) == pytest.approx(forward), name
     chosen = choose_dispatcher(topology, per_token=per_token, experts=EXPERTS).dispatcher
     sent = sum(sum(rows for kind, rows in r[chosen][0].items() if kind != "tp") for r in by_rank) / topology.world
     best = min(megatron_rows(name, topology, per_token) for name in ("alltoall", "allgather"))

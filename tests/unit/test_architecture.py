@@ -25,7 +25,9 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.config": 1,
     "ds_etp.planner": 1,
     "ds_etp.cli.topology_svg": 1,
+    "ds_etp.monitor": 1,
     "ds_etp.parallel": 2,
+    "ds_etp.monitor.router_load": 2,
     "ds_etp.experts": 3,
     "ds_etp.dispatch": 3,
     "ds_etp.checkpoint": 4,
@@ -44,6 +46,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.loading.from_pretrained": 6,
     "ds_etp.cli": 6,
     "ds_etp": 7,
+    "ds_etp.integrations": 7,
     "ds_etp.__main__": 7,
 }
 TORCH_FREE = (0, 1)
@@ -55,6 +58,7 @@ HOST_GROUPS_USERS = ("ds_etp.parallel.process_groups", "ds_etp.patches")
 TORCH_NAMES = {
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_version"),
     *("_make_wrapper_subclass", "_schema", "_to_copy", "_unsafe_view"),
+    *("_C", "_current_graph_task_id"),
 }
 
 

@@ -22,12 +22,14 @@ from ds_etp.config.block import (
 )
 from ds_etp.config.deepspeed import autotp_size
 from ds_etp.config.host_rules import HOST_RULES, REMOVED_BLOCKS, REMOVED_ZERO_KEYS, check_host_options
+from ds_etp.config.monitor import report_interval
 from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
 
 KEYS = (
     "Keys that work: enabled, etp_size, ep_size, dispatcher, reduce_dtype, equal_batches, static_shapes, recompute, "
-    "overlap, replicate_lm_head, replica_check_interval, allow_optimizer, inter_node_cost."
+    "overlap, replicate_lm_head, replica_check_interval, allow_optimizer, monitor_router, monitor_interval, "
+    "inter_node_cost."
 )
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
@@ -54,6 +56,15 @@ def message(call: Any, *args: Any, **kwargs: Any) -> str:
 # Parsing
 
 
+@pytest.mark.parametrize(
+    ("interval", "steps_per_print", "expected"),
+    [("auto", 5, 5), ("auto", None, 100), ("auto", float("inf"), 100), (3, 5, 3)],
+)
+def test_steps_between_reports(interval: int | str, steps_per_print: float | None, expected: int) -> None:
+    """accelerate sets steps_per_print to infinity."""
+    assert report_interval(interval, steps_per_print) == expected
+
+
 def test_an_empty_block_is_on_with_defaults() -> None:
     block = parsed()
     assert block.model_dump() == {
@@ -69,6 +80,8 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "replicate_lm_head": "auto",
         "replica_check_interval": 100,
         "allow_optimizer": False,
+        "monitor_router": False,
+        "monitor_interval": "auto",
         "inter_node_cost": 8.0,
     }
 
@@ -131,6 +144,22 @@ def test_none_when_absent_or_off(ds_config: dict[str, object]) -> None:
             {"replica_check_interval": -1},
             "expert_tensor_parallel.replica_check_interval=-1 is not a number of steps: a whole number is needed. "
             "Values that work: 0 (never), 1, 100, ....",
+        ),
+        (
+            {"monitor_router": "experts"},
+            "expert_tensor_parallel.monitor_router='experts' is neither a boolean nor \"layers\". "
+            'Values that work: false, true, "layers" (without the tokens of each expert).',
+        ),
+        (
+            {"monitor_router": True},
+            "expert_tensor_parallel.monitor_router=True writes to DeepSpeed's monitors, and none is enabled. "
+            'What works beside it: "tensorboard": {"enabled": true} or "wandb": {"enabled": true} or '
+            '"csv_monitor": {"enabled": true} or "comet": {"enabled": true}, at the top level of the same config.',
+        ),
+        (
+            {"monitor_interval": 0},
+            "expert_tensor_parallel.monitor_interval=0 is not a number of steps of at least 1. "
+            'Values that work: "auto" (= steps_per_print), 1, 10, ....',
         ),
         ({"reduce_dtype": "bf16"}, f"expert_tensor_parallel.reduce_dtype='bf16' {DTYPE_RULE}"),
         (
