@@ -40,6 +40,7 @@ class ExpertTensorParallelConfig(BaseModel):
     overlap: StrictBool = False
     replicate_lm_head: Literal["auto"] | StrictBool = "auto"
     replica_check_interval: Annotated[StrictInt, Field(ge=0)] = 100
+    async_save: StrictBool = False
     inter_node_cost: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = INTER_NODE_COST
 
 
@@ -55,6 +56,7 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "overlap": ("is not a boolean", "true, false"),
     "replicate_lm_head": ('is neither a boolean nor "auto"', '"auto", true, false'),
     "replica_check_interval": ("is not a number of steps: a whole number is needed", "0 (never), 1, 100, ..."),
+    "async_save": ("is not a boolean", "true, false"),
     "inter_node_cost": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",

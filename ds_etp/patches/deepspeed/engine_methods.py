@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from ds_etp.checkpoint.api import load_checkpoint, save_checkpoint
+from ds_etp.checkpoint.api import finish_save_alone, load_checkpoint, save_checkpoint
 from ds_etp.checkpoint.export_api import consolidated_state_dict, write_model
 from ds_etp.checkpoint.hub import WEIGHTS
 from ds_etp.log import logger
 from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.engine import raw_config
+from ds_etp.patches.deepspeed.overrides import on_destroy
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_shard_saves
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -36,6 +37,8 @@ def install_checkpoints(engine: Any) -> None:
 
     override(engine, "save_checkpoint", saver)
     override(engine, "load_checkpoint", loader)
+    # Without a collective: DeepSpeed's `__del__` calls `destroy`, at a different time on each rank.
+    on_destroy(engine, lambda: finish_save_alone(engine))
 
 
 def install_exports(engine: Any, model: nn.Module) -> None:
