@@ -215,10 +215,7 @@ class PendingSave(WriteQueue):
     def cancel(self) -> None:
         """Ends the thread as soon as can be, and removes what this rank has written."""
         self._cancelled.set()
-        with self._changed:
-            self._writes.clear()
-        self.close()
-        self.join()
+        self.stop()
         if self._file is not None:
             self._file.close()
         self.discard()

@@ -63,6 +63,13 @@ class WriteQueue(threading.Thread):
         if self.failure is not None:
             raise self.failure
 
+    def stop(self) -> None:
+        """Drops what has not been begun, and ends the thread."""
+        with self._changed:
+            self._writes.clear()
+        self.close()
+        self.join()
+
     def run(self) -> None:
         """The thread: the writes, then `at_end`."""
         while self._write_next():
@@ -100,8 +107,7 @@ class WriteQueue(threading.Thread):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends the thread; what still waits after an exception is dropped."""
-        with self._changed:
-            if kind is not None:
-                self._writes.clear()
+        if kind is not None:
+            self.stop()
         self.close()
         self.join()
