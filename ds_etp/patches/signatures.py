@@ -37,7 +37,12 @@ TABLES: dict[str, Table] = {
     "transformers": TRANSFORMERS,
     "peft": PEFT,
     "trl": TRL,
-    "accelerate": {"accelerate.accelerator:Accelerator": {"get_state_dict": "self, model, unwrap"}},
+    "accelerate": {
+        "accelerate.accelerator:Accelerator": {
+            "get_state_dict": "self, model, unwrap",
+            "save_state": "self, output_dir, ...",
+        }
+    },
 }
 # What every engine depends on. The others are looked at where they are used.
 ALWAYS = ("deepspeed", "transformers")
