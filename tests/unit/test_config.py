@@ -26,7 +26,7 @@ from ds_etp.parallel.topology import Topology
 
 KEYS = (
     "Keys that work: enabled, etp_size, ep_size, dispatcher, reduce_dtype, equal_batches, static_shapes, recompute, "
-    "overlap, replicate_lm_head, replica_check_interval, inter_node_cost."
+    "overlap, replicate_lm_head, replica_check_interval, async_save, inter_node_cost."
 )
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
@@ -67,6 +67,7 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "overlap": False,
         "replicate_lm_head": "auto",
         "replica_check_interval": 100,
+        "async_save": False,
         "inter_node_cost": 8.0,
     }
 
