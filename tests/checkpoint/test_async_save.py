@@ -53,8 +53,8 @@ def measured_save(folder: str) -> tuple[float, float, float, int]:
 def test_reads_go_on_while_writers_write(launcher: Launcher, tmp_path: Path) -> None:
     """From the first read to the last write: the slower of both, plus 15%.
 
-    Each takes about 0.8 s, mostly asleep, so that one after the other would take twice as long. 0.3 s more for the first
-    read and the last write, which nothing can overlap with, and for a machine that does other things.
+    Each takes about 0.8 s, mostly asleep, so that one after the other would take twice as long. 0.3 s more for the
+    first read and the last write, which nothing can overlap with, and for a machine that does other things.
     """
     for took, reading, writing, during in launcher.run(2, measured_save, folder=str(tmp_path)):
         assert min(reading, writing) > 0.5, "the test's own premise: each alone would be long"
