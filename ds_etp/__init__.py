@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_etp import pipeline
-    from ds_etp.checkpoint.api import load_checkpoint, save_checkpoint
+    from ds_etp.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_save
     from ds_etp.checkpoint.export_api import save_pretrained
     from ds_etp.engine import register, unregister
     from ds_etp.errors import CheckpointError, ConfigError
@@ -46,6 +46,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "unregister",
+    "wait_for_save",
 ]
 
 _HOMES = {
@@ -64,6 +65,7 @@ _HOMES = {
     "save_checkpoint": "ds_etp.checkpoint.api",
     "save_pretrained": "ds_etp.checkpoint.export_api",
     "unregister": "ds_etp.engine",
+    "wait_for_save": "ds_etp.checkpoint.api",
 }
 
 

@@ -18,7 +18,6 @@ from ds_etp.config.dense_rules import check_axes
 from ds_etp.config.host_rules import check_host_options
 from ds_etp.config.optimizers import check_client_optimizer
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
-from ds_etp.errors import config_error
 from ds_etp.experts import build
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout

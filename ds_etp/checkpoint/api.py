@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
+from ds_etp.checkpoint.async_save import PendingSave, pending_saves, wait
 from ds_etp.checkpoint.export import tied_names
 from ds_etp.checkpoint.format import INDEX, LATEST
 from ds_etp.checkpoint.load import LoadRequest, load
@@ -28,6 +29,8 @@ from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
 from ds_etp.patches.deepspeed.ulysses import deepspeed_sequence_size
 
+# The engine's attribute with the asynchronous save that nobody has waited for.
+_PENDING = "ds_etp_pending_save"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -44,6 +47,10 @@ def save_checkpoint(
     Also for an engine without the `expert_tensor_parallel` block: that is the way of a run that began
     without it to another layout.
 
+    With `"async_save": true` in the block it returns once this rank's part is copied to the host's memory, and a thread
+    writes it. The tag is there when every rank's file is durable. The next save or load of the engine, `wait_for_save`,
+    `engine.destroy` and the end of the process wait for that, and raise what went wrong.
+
     Args:
         engine: a DeepSpeed engine.
         save_dir: the directory that holds the tags.
@@ -56,10 +63,12 @@ def save_checkpoint(
         True.
 
     Raises:
-        CheckpointError: on every rank, with the reason; the last complete checkpoint stays what it was.
+        CheckpointError: on every rank, with the reason; the last complete checkpoint stays what it was. If it is about
+            an asynchronous save before this one, this one hasn't begun.
     """
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+    wait_for_save(engine)
     topology = _topology(engine)
     _warn_of_partial_step(engine)
     request = SaveRequest(
@@ -71,14 +80,49 @@ def save_checkpoint(
         extra=_model_metadata(engine),
         save_latest=save_latest,
         exclude_frozen=exclude_frozen_parameters,
+        asynchronous="ds_etp" in vars(engine) and engine.ds_etp.block.async_save,
     )
     states = None
     with raise_on_all_ranks("saving a checkpoint"):
         states = states_of(engine)
         request.engine["loss_scale"] = states.loss_scale()
     assert states is not None
-    save(engine.module, states, topology, request)
+    pending = save(engine.module, states, topology, request)
+    if pending is not None:
+        setattr(engine, _PENDING, pending)
     return True
+
+
+def wait_for_save(engine: Any) -> None:
+    """Waits until the engine's last checkpoint is complete. Collective over the world; at once without `async_save`.
+
+    Args:
+        engine: a DeepSpeed engine.
+
+    Raises:
+        CheckpointError: on every rank: a rank could not write its part, for the reason it names. Raised once; the
+            checkpoint before is still there.
+    """
+    pending = _taken(engine)
+    if pending is not None:
+        wait(pending)
+
+
+def finish_save_alone(engine: Any) -> None:
+    """The same without a collective, for the end of an engine, which ranks may come to at different times.
+
+    Raises:
+        CheckpointError: on every rank that calls it, from the reason that ranks have left in files.
+    """
+    pending = _taken(engine)
+    if pending is not None:
+        pending.join_committed()
+
+
+def _taken(engine: Any) -> PendingSave | None:
+    # Not getattr: an engine passes unknown names on to its module.
+    pending: PendingSave | None = vars(engine).pop(_PENDING, None)
+    return pending
 
 
 def load_checkpoint(
@@ -112,6 +156,9 @@ def load_checkpoint(
     """
     if custom_load_fn is not None:
         raise CheckpointError("custom_load_fn: ds_etp fills shards from files, there is no state dict to load from")
+    wait_for_save(engine)
+    for pending in pending_saves(Path(load_dir)):
+        pending.join()  # of another engine: the checkpoint may be the one that is to be loaded
     if tag is None:
         tag = _latest_tag(Path(load_dir))
         if tag is None:

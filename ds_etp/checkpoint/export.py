@@ -5,15 +5,13 @@ They are put together on one rank of a live engine, or in the one process that r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed import zero
 from torch import Tensor, nn
 
 from ds_etp.checkpoint.assembly import assemble
@@ -23,7 +21,6 @@ from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS, HubFolder, TensorSource, 
 from ds_etp.checkpoint.pipeline_stages import all_gather_stages, union_over_stages
 from ds_etp.checkpoint.states import EngineStates
 from ds_etp.errors import CheckpointError
-from ds_etp.experts.sharded import LocalShards
 from ds_etp.parallel.consensus import all_gather_object, broadcast_object, raise_if_any_failed
 from ds_etp.parallel.topology import Topology
 
@@ -49,7 +46,7 @@ class LiveTensors:
     Args:
         engine: a DeepSpeed engine; its ZeRO-3 parameters must not be in use (no forward under way).
         topology: how the model is split.
-        masters: where to read master weights; None takes the weights that the model computes with.
+        states: where weights are read: the masters, or those that the model computes with.
         exclude_frozen: leave out parameters that aren't trained.
         model: the part of the engine's module whose tensors they are; None for all of it.
         root: the rank where they are put together.
@@ -60,14 +57,14 @@ class LiveTensors:
         self,
         engine: Any,
         topology: Topology,
+        states: EngineStates,
         *,
-        masters: EngineStates | None = None,
         exclude_frozen: bool = False,
         model: nn.Module | None = None,
         root: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        self._device, self._masters = engine.device, masters
+        self._device, self._states = engine.device, states
         self._root, self._home = root, device
         rank = dist.get_rank()
         model = engine.module if model is None else model
@@ -98,30 +95,28 @@ class LiveTensors:
         return found
 
     def _dtype(self, tensor: LogicalTensor) -> torch.dtype:
-        if self._masters is None:
-            return tensor.parameter.dtype
-        return self._masters.param_state(tensor.parameter).dtype(WEIGHT)
+        return self._states.param_state(tensor.parameter).dtype(WEIGHT)
 
     def full(self, name: str) -> Tensor | None:
         """See `TensorSource`."""
         source, rank = self._sources[name], dist.get_rank()
         here = source.first == self._first
-        with self._local(name, source.holders) if here else nullcontext(torch.empty(0)) as local:
-            if not self._writes:
-                if rank in source.holders:
-                    dist.send(local.to(self._device).contiguous(), dst=self._root)
-                return None
-            spec = source.spec
+        local = self._local(name, source.holders) if here else torch.empty(0)
+        if not self._writes:
+            if rank in source.holders:
+                dist.send(local.to(self._device).contiguous(), dst=self._root)
+            return None
+        spec = source.spec
 
-            def fetch(holder: int, shape: Shape) -> Tensor:
-                if holder == rank:
-                    return local
-                part = torch.empty(shape, dtype=spec.dtype, device=self._device)
-                dist.recv(part, src=holder)
-                return part
+        def fetch(holder: int, shape: Shape) -> Tensor:
+            if holder == rank:
+                return local
+            part = torch.empty(shape, dtype=spec.dtype, device=self._device)
+            dist.recv(part, src=holder)
+            return part
 
-            full = torch.empty(spec.shape, dtype=spec.dtype, device=self._home)
-            return assemble(full, {holder: self._shards[holder][name] for holder in source.holders}, fetch)
+        full = torch.empty(spec.shape, dtype=spec.dtype, device=self._home)
+        return assemble(full, {holder: self._shards[holder][name] for holder in source.holders}, fetch)
 
     @property
     def device(self) -> torch.device:
@@ -133,24 +128,16 @@ class LiveTensors:
         """What this rank's stage has of a parameter; None where it is another stage's."""
         return self._tensors.get(name)
 
-    @contextmanager
-    def _local(self, name: str, holders: tuple[int, ...]) -> Iterator[Tensor]:
-        """This rank's shard, gathered over its ZeRO group. Collective over that group.
+    def _local(self, name: str, holders: tuple[int, ...]) -> Tensor:
+        """This rank's shard, gathered over its ZeRO group to those that `full` asks; the others get an empty tensor.
 
-        Of master weights, only the ranks that `full` asks have it; the others get an empty tensor.
+        Collective over that group.
         """
         if name in self._buffers:
-            yield self._buffers[name].detach()
-            return
-        parameter = self._tensors[name].parameter
-        if self._masters is not None:
-            state = self._masters.param_state(parameter)
-            shards = [state.read(WEIGHT, holder) for holder in holders]
-            yield next((shard.detach() for shard in shards if shard is not None), torch.empty(0))
-            return
-        partitioned = hasattr(parameter, "ds_id")
-        with zero.GatheredParameters(LocalShards([parameter])) if partitioned else nullcontext():
-            yield parameter.detach()
+            return self._buffers[name].detach()
+        state = self._states.param_state(self._tensors[name].parameter)
+        shards = [state.read(WEIGHT, holder) for holder in holders]
+        return next((shard.detach() for shard in shards if shard is not None), torch.empty(0))
 
 
 class StoredTensors:
@@ -240,19 +227,26 @@ def write_weights(
         except Exception as error:
             failure = error
     groups = target.conversion_groups if target is not None else []
-    for names in broadcast_object(groups) if live else groups:
-        # After a failure too: the other ranks are on their way to the next tensor.
-        found = {name: tensor for name in names if (tensor := tensors.full(name)) is not None}
+    try:
+        for names in broadcast_object(groups) if live else groups:
+            # After a failure too: the other ranks are on their way to the next tensor.
+            found = {name: tensor for name in names if (tensor := tensors.full(name)) is not None}
+            if target is not None and failure is None:
+                try:
+                    target.add(found)
+                except Exception as error:
+                    failure = error
         if target is not None and failure is None:
             try:
-                target.add(found)
+                target.finish()
             except Exception as error:
                 failure = error
-    if target is not None:
-        try:
-            target.finish(failed=failure is not None)
-        except OSError as error:
-            failure = failure or error
+    except BaseException:
+        if target is not None:
+            target.abandon()
+        raise
+    if target is not None and failure is not None:
+        target.abandon()
     what = f"writing a model to {folder}"
     if live:
         raise_if_any_failed(what, failure)

@@ -26,6 +26,7 @@ from ds_etp.checkpoint.format import LATEST, StoredCheckpoint
 from ds_etp.checkpoint.hub import SHARD_SIZE, WEIGHTS
 from ds_etp.errors import config_error
 from ds_etp.experts.fuse import unfuse
+from ds_etp.patches.deepspeed.compute_weights import compute_weights
 from ds_etp.patches.deepspeed.optimizer_states import states_of
 from ds_etp.patches.deepspeed.pipeline import topology_of
 from ds_etp.patches.peft.expert_lora import is_peft_model
@@ -129,8 +130,8 @@ def write_model(
     model = without_empty_wrapper(engine.module)
     topology = topology_of(engine)
     with _all_partitioned(engine):
-        masters = states_of(engine) if dtype == torch.float32 else None
-        tensors = LiveTensors(engine, topology, masters=masters, exclude_frozen=exclude_frozen, model=model)
+        states = states_of(engine) if dtype == torch.float32 else compute_weights(engine)
+        tensors = LiveTensors(engine, topology, states, exclude_frozen=exclude_frozen, model=model)
         if is_peft_model(model):
             save_adapters(model, tensors, folder, dtype)
             return
@@ -160,7 +161,7 @@ def consolidated_state_dict(engine: Any, exclude_frozen_parameters: bool = False
     """The full state dict under Hugging Face names, on rank 0's CPU; None elsewhere. Every rank has to call it."""
     topology = topology_of(engine)
     with _all_partitioned(engine):
-        tensors = LiveTensors(engine, topology, exclude_frozen=exclude_frozen_parameters)
+        tensors = LiveTensors(engine, topology, compute_weights(engine), exclude_frozen=exclude_frozen_parameters)
         return full_state_dict(tensors, tied_names(engine.module))
 
 

@@ -1,17 +1,50 @@
-"""Files of a tag's folder: the generation of the next save's, and removal of those of unfinished or earlier saves."""
+"""Files of a tag's folder: their names, the generation of the next save's, removal of unfinished or earlier saves'."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from ds_etp.checkpoint.format import INDEX, Index
 from ds_etp.errors import CheckpointError
 from ds_etp.log import logger
 
-_OURS = re.compile(r"(rank\d{5}(\.\d+)?\.safetensors|state(\.\d+)?\.pt|index\.json)(\.tmp)?")
-_GENERATION = re.compile(r"(?:rank\d{5}|state)(?:\.(\d+))?\.(?:safetensors|pt)(?:\.tmp)?")
+_KINDS = r"\.(?:safetensors|pt|written|failed)(?:\.tmp)?"
+_OURS = re.compile(rf"(?:rank\d{{5}}|state)(?:\.\d+)?{_KINDS}|index\.json(?:\.tmp)?")
+_GENERATION = re.compile(rf"(?:rank\d{{5}}|state)(?:\.(\d+))?{_KINDS}")
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """The files of one save of a tag.
+
+    Attributes:
+        folder: the tag's.
+        generation: the suffix that tells this save's files from those of earlier saves of the tag.
+    """
+
+    folder: Path
+    generation: str
+
+    def data(self, rank: int) -> Path:
+        """A rank's chunks."""
+        return self.folder / f"rank{rank:05d}{self.generation}.safetensors"
+
+    @property
+    def state(self) -> Path:
+        """The lr scheduler's and the client's state."""
+        return self.folder / f"state{self.generation}.pt"
+
+    def written(self, rank: int) -> Path:
+        """The marker of an asynchronous save: the rank's chunks are durable, or could not be written."""
+        return self.folder / f"rank{rank:05d}{self.generation}.written"
+
+    @property
+    def failed(self) -> Path:
+        """Rank 0's note that an asynchronous save came to nothing, and why."""
+        return self.folder / f"state{self.generation}.failed"
 
 
 def next_generation(folder: Path) -> str:

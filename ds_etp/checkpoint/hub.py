@@ -1,7 +1,7 @@
 """Sharded safetensors files of a model in the hub's format: conversion of names and layouts, weight map, index.
 
-One conversion group at a time goes to its file: a parameter (a layer's fused experts), and beside it what the hub's
-format makes of it, is the most that is in memory.
+Conversion groups go one by one to a writer thread: a parameter (a layer's fused experts), what the hub's format makes
+of it, and what waits to be written (`write_queue.QUEUE_BYTES`, or one larger tensor), is the most that is in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from ds_etp.checkpoint.chunks import Shape
+from ds_etp.checkpoint.write_queue import WriteQueue
 from ds_etp.checkpoint.writer import TensorEntry, TensorFile, sync_folder, write_durably
 
 WEIGHTS = "model.safetensors"
@@ -137,28 +139,36 @@ class HubFolder:
         self._index = {"metadata": split.metadata, "weight_map": self._file_of} if split.is_sharded else None
         self._open: tuple[str, TensorFile] | None = None
         folder.mkdir(parents=True, exist_ok=True)
+        self._queue = WriteQueue()
+        self._queue.start()
 
     def add(self, group: Mapping[str, Tensor]) -> None:
-        """Writes the next of `conversion_groups`, full tensors on the CPU."""
+        """Hands the next of `conversion_groups`, full tensors on the CPU, to the writer thread.
+
+        Raises:
+            Exception: one of those before could not be written.
+        """
+        if self._queue.failure is not None:
+            raise self._queue.failure
         cast = {name: tensor.to(_target(self._specs[name], self._dtype)) for name, tensor in group.items()}
         for name, tensor in self._to_hub(cast).items():
-            file = self._file_of[name]
-            if self._open is None or self._open[0] != file:
-                self._finish_file()
-                self._open = (file, TensorFile(self._folder / f"{file}.tmp", self._entries[file]))
-            self._open[1].add(name, tensor)
+            self._queue.put(tensor.nbytes, partial(self._write, name, tensor))
 
-    def finish(self, *, failed: bool = False) -> None:
+    def _write(self, name: str, tensor: Tensor) -> None:
+        """On the writer thread."""
+        file = self._file_of[name]
+        if self._open is None or self._open[0] != file:
+            self._finish_file()
+            self._open = (file, TensorFile(self._folder / f"{file}.tmp", self._entries[file]))
+        self._open[1].add(name, tensor)
+
+    def finish(self) -> None:
         """Puts the index in place and takes away what an earlier export left: it would be loaded instead.
 
-        Args:
-            failed: only takes away the file that is in writing.
+        Raises:
+            Exception: a file could not be written.
         """
-        if failed:
-            if self._open is not None:
-                self._open[1].close()
-                (self._folder / f"{self._open[0]}.tmp").unlink(missing_ok=True)
-            return
+        self._queue.finish()
         self._finish_file()
         index = f"{self._stem}.safetensors.index.json"
         keep = set(self._entries)
@@ -170,6 +180,13 @@ class HubFolder:
             if path.name not in keep and ours.fullmatch(path.name):
                 path.unlink()
         sync_folder(self._folder)
+
+    def abandon(self) -> None:
+        """Ends the writer thread, and takes away the file that is in writing."""
+        self._queue.stop()
+        if self._open is not None:
+            self._open[1].close()
+            (self._folder / f"{self._open[0]}.tmp").unlink(missing_ok=True)
 
     def _finish_file(self) -> None:
         if self._open is not None:

@@ -1,4 +1,4 @@
-"""The metadata of a save, gathered on rank 0: write results and parameters, of which it makes the index."""
+"""The metadata of a save, gathered on rank 0: chunks and parameters, of which it makes the index."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_etp.checkpoint.chunks import Chunk, LogicalTensor, Shape
+from ds_etp.checkpoint.chunks import LogicalTensor, Shape
+from ds_etp.checkpoint.folder import FileNames
 from ds_etp.checkpoint.format import WEIGHT, Index, StoredChunk, StoredTensor
 from ds_etp.checkpoint.pipeline_stages import union_over_stages
-from ds_etp.checkpoint.save_plan import TensorMetadata
+from ds_etp.checkpoint.save_plan import TensorMetadata, WrittenChunks
 from ds_etp.checkpoint.states import EngineStates, hyperparameters
-from ds_etp.checkpoint.writer import FileMetadata
 from ds_etp.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class WriteResult:
-    """A rank's file, and the chunks in it: key of the tensor, number of the chunk, the chunk."""
-
-    file: FileMetadata | None
-    chunks: list[tuple[str, int, Chunk]]
 
 
 @dataclass(frozen=True)
@@ -55,47 +47,47 @@ def stage_metadata(tensors: list[LogicalTensor], states: EngineStates) -> StageM
 
 
 def gather_metadata(
-    written: WriteResult, own: StageMetadata | None, first_ranks: tuple[int, ...]
-) -> tuple[list[WriteResult], StageMetadata]:
-    """On rank 0, each rank's write result and the parameters of all pipeline stages; elsewhere nothing.
+    chunks: WrittenChunks, own: StageMetadata | None, first_ranks: tuple[int, ...]
+) -> tuple[list[WrittenChunks], StageMetadata]:
+    """On rank 0, what each rank writes and the parameters of all pipeline stages; elsewhere nothing.
 
     Collective over the world.
 
     Args:
-        written: by this rank.
+        chunks: that this rank is to write.
         own: of this rank's pipeline stage, on its first rank.
         first_ranks: the first rank of each pipeline stage.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     answers: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object((written, own), answers, dst=0)
+    dist.gather_object((chunks, own), answers, dst=0)
     if answers is None:
         return [], {}
-    return [result for result, _ in answers], union_over_stages(answers[first][1] for first in first_ranks)
+    return [written for written, _ in answers], union_over_stages(answers[first][1] for first in first_ranks)
 
 
 def make_index(
-    saved: list[TensorMetadata], by_rank: list[WriteResult], parameters: StageMetadata, optimizer_class: str | None
+    saved: list[TensorMetadata],
+    by_rank: list[WrittenChunks],
+    parameters: StageMetadata,
+    optimizer_class: str | None,
+    names: FileNames,
 ) -> Index:
-    """The index of a save, its files without the suffix of their generation.
+    """The index of a save, without its files' sizes and hashes, which are known once they are written.
 
     Raises:
         CheckpointError: the chunks don't cover the whole model.
     """
     chunks: dict[str, list[StoredChunk]] = {metadata.key: [] for metadata in saved}
-    files = {}
     for writer, written in enumerate(by_rank):
-        name = f"rank{writer:05d}"
-        if written.file is not None:
-            files[name] = written.file
-        for key, number, chunk in written.chunks:
-            chunks[key].append(StoredChunk(chunk, name, f"{key}#{number}"))
+        for key, number, chunk in written:
+            chunks[key].append(StoredChunk(chunk, names.data(writer).name, f"{key}#{number}"))
     tensors = {key: StoredTensor(dtype, shape, tuple(chunks[key])) for key, shape, dtype in saved}
     shapes = {name: metadata.shape for name, metadata in parameters.items()}
     excluded = [name for name in shapes if f"{WEIGHT}/{name}" not in tensors]
     extra = {"frozen": [name for name, metadata in parameters.items() if metadata.frozen], "excluded": excluded}
     optimizer = None if optimizer_class is None else _optimizer_index(optimizer_class, parameters)
-    index = Index(tensors, files, shapes, optimizer, {}, {}, extra)
+    index = Index(tensors, {}, shapes, optimizer, {}, {}, extra)
     error = index.coverage_error()
     if error:
         raise CheckpointError(f"the chunks that ranks hold do not cover the whole model: {error}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_etp.checkpoint.chunks import LocalChunk, LogicalTensor, Shape, persistent_buffers, whole_chunk
+from ds_etp.checkpoint.chunks import Chunk, LocalChunk, LogicalTensor, Shape, persistent_buffers, whole_chunk
 from ds_etp.checkpoint.format import BUFFER, WEIGHT
 from ds_etp.checkpoint.pipeline_stages import union_over_stages
 from ds_etp.checkpoint.states import EngineStates, ParamState
@@ -23,6 +23,9 @@ from ds_etp.checkpoint.writer import TensorEntry
 from ds_etp.errors import CheckpointError
 from ds_etp.parallel.consensus import all_gather_object
 from ds_etp.parallel.topology import Topology
+
+# The chunks that a rank writes: key of the tensor, number of the chunk, the chunk.
+WrittenChunks = list[tuple[str, int, Chunk]]
 
 
 class TensorMetadata(NamedTuple):
@@ -81,6 +84,16 @@ def local_save_plan(
             read = _state_reader(state, state_name, tensor.writer)
             items.append(WriteItem(metadata, tensor.chunks, tensor.writer, read))
     return sorted(items, key=lambda item: -item.metadata.dtype.itemsize)
+
+
+def written_chunks(items: list[WriteItem], rank: int) -> WrittenChunks:
+    """What a rank writes."""
+    return [
+        (item.metadata.key, chunk.number, chunk.logical)
+        for item in items
+        if item.writer == rank
+        for chunk in item.chunks
+    ]
 
 
 def _state_reader(state: ParamState, state_name: str, writer: int) -> Callable[[], Tensor | None]:

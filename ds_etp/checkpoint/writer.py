@@ -29,6 +29,9 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+# After so many bytes a file's pages are brought to the disk: else all of them would be left to the last fsync, when
+# nothing is read any more that could overlap with it.
+_SYNC_BYTES = 256 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -81,12 +84,16 @@ class TensorFile:
     Args:
         path: where to write.
         entries: all tensors, those of larger dtypes first (readers map the file, and want aligned tensors).
+
+    Attributes:
+        metadata: of the finished file; None before.
     """
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
+        self.metadata: FileMetadata | None = None
         self._pending = list(reversed(entries))
         self._hash = hashlib.sha256()
-        self._bytes = 0
+        self._bytes = self._synced = 0
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - open until `finish`
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -113,7 +120,8 @@ class TensorFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileMetadata(self._bytes, self._hash.hexdigest())
+        self.metadata = FileMetadata(self._bytes, self._hash.hexdigest())
+        return self.metadata
 
     def close(self) -> None:
         """Closes the file, whatever is in it."""
@@ -124,6 +132,10 @@ class TensorFile:
         self._file.write(data)
         self._hash.update(data)
         self._bytes += len(data)
+        if self._bytes - self._synced >= _SYNC_BYTES:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._synced = self._bytes
 
 
 def write_temporary(path: Path, data: bytes) -> Path:

@@ -44,6 +44,7 @@ class ExpertTensorParallelConfig(BaseModel):
     allow_optimizer: StrictBool = False
     monitor_router: Literal["layers"] | StrictBool = False
     monitor_interval: Literal["auto"] | Size = "auto"
+    async_save: StrictBool = False
     inter_node_cost: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = INTER_NODE_COST
 
 
@@ -65,6 +66,7 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
         'false, true, "layers" (without the tokens of each expert)',
     ),
     "monitor_interval": ("is not a number of steps of at least 1", '"auto" (= steps_per_print), 1, 10, ...'),
+    "async_save": ("is not a boolean", "true, false"),
     "inter_node_cost": (
         "is not a cost of links between nodes, relative to those inside: at least 1 is needed",
         "1, 8, 12.5",

@@ -32,7 +32,7 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
 
 def raise_if_any_failed(what: str, failure: Exception | None) -> None:
     """Tells every rank of this rank's failure, if any, and raises if there was one anywhere."""
-    reasons = all_gather_object(None if failure is None else _reason(failure))
+    reasons = all_gather_object(None if failure is None else reason_of(failure))
     failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
     if not failed:
         return
@@ -70,7 +70,8 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def _reason(failure: Exception) -> str:
+def reason_of(failure: Exception) -> str:
+    """A failure in words that mean something on another rank."""
     if isinstance(failure, CheckpointError):
         return str(failure)
     # An OSError's own text has the errno's meaning and the file.

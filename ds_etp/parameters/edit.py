@@ -60,7 +60,7 @@ def edit_parameters(
     states.before_load()
     edits: _Edits | None = None
     try:
-        tensors = LiveTensors(engine, topology, masters=states, model=model, root=modifier_rank, device=engine.device)
+        tensors = LiveTensors(engine, topology, states, model=model, root=modifier_rank, device=engine.device)
         known = [name for name, spec in tensors.specs.items() if spec.is_parameter]
         chosen = set(known) if names is None else check_names(names, known)
         assert_same_on_all_ranks("changing the parameters of an engine", f"{modifier_rank=}, {sorted(chosen)}")

@@ -135,7 +135,7 @@ def reader_of(
         )
     root = 0 if to_rank is None else to_rank
     states = states_of(engine) if target == torch.float32 else compute_weights(engine)
-    tensors = LiveTensors(engine, topology_of(engine), masters=states, model=model, root=root, device=engine.device)
+    tensors = LiveTensors(engine, topology_of(engine), states, model=model, root=root, device=engine.device)
     if merge_adapters and is_peft_model(model):
         steps = merge_steps(model)
     else:

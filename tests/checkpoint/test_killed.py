@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_etp.checkpoint import save, writer
+from ds_etp.checkpoint import commit, writer
 from ds_etp.checkpoint.format import INDEX, StoredCheckpoint
 from ds_etp.errors import CheckpointError
 from tests.checkpoint.runs import RECIPE, engine_for, go, tensors_of
@@ -41,9 +41,9 @@ def kill_at(module: Any, name: str, call: int, *, after: bool = False) -> None:
 POINTS: dict[str, tuple[tuple[Any, str, int, bool], int, tuple[int, ...]]] = {
     "one-rank-in-a-file": ((writer.TensorFile, "add", 9, False), 2, (1,)),
     "all-ranks-in-a-file": ((writer.TensorFile, "add", 9, False), 2, (0, 1)),
-    "before-the-index": ((save, "write_temporary", 1, False), 1, (0,)),
-    "index-not-in-place": ((save, "write_temporary", 1, True), 1, (0,)),
-    "before-latest": ((save, "write_durably", 2, False), 1, (0,)),
+    "before-the-index": ((commit, "write_temporary", 1, False), 1, (0,)),
+    "index-not-in-place": ((commit, "write_temporary", 1, True), 1, (0,)),
+    "before-latest": ((commit, "write_durably", 2, False), 1, (0,)),
 }
 # By then the new checkpoint is complete; `latest` alone still names the one before.
 COMPLETE = ("before-latest",)

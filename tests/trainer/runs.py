@@ -156,7 +156,11 @@ def deepspeed_config(layout: Layout) -> dict[str, Any]:
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": layout.stage, "stage3_param_persistence_threshold": 0},
         "steps_per_print": 10**9,
-        "expert_tensor_parallel": {"etp_size": layout.etp, "ep_size": layout.ep},
+        "expert_tensor_parallel": {
+            "etp_size": layout.etp,
+            "ep_size": layout.ep,
+            **dict(layout.extra).get("expert_tensor_parallel", {}),
+        },
     }
     if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tp}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoint.slow_disk import slow_disk
 from tests.export.test_live import LIMIT, assert_same_bits, load
 from tests.launcher import Launcher
-from tests.sharded import Layout
+from tests.sharded import Layout, with_options
 from tests.trainer.runs import Job, Outcome, run_sharded
 from tests.trainer.test_trainer import assert_equal, plain
 
@@ -71,3 +73,47 @@ def test_the_best_model_is_loaded_at_the_end(launcher: Launcher, tmp_path: Path)
     assert best is not None and best.endswith(f"checkpoint-{1 + result.evaluations.index(max(result.evaluations))}")
     assert not best.endswith("checkpoint-6")
     assert_same_bits(load(tmp_path / "model"), load(Path(best)).state_dict())
+
+
+def complete(folder: Path) -> set[str]:
+    """Names of the checkpoints that can be loaded."""
+    return {path.parents[1].name for path in folder.glob("checkpoint-*/global_step*/index.json")}
+
+
+def train_on_a_slow_disk(job: Job, layout: Layout, folder: str) -> list[tuple[str, set[str]]]:
+    """A run with asynchronous saves; what rank 0 deleted, and what was complete at that moment."""
+    deleted: list[tuple[str, set[str]]] = []
+    original = shutil.rmtree
+
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+        deleted.append((Path(path).name, complete(Path(folder))))
+        original(path, *args, **kwargs)
+
+    shutil.rmtree = rmtree  # type: ignore[assignment]
+    try:
+        # The save of a step outlasts the next step: 0.2 MB a rank.
+        with slow_disk(2.0):
+            run_sharded(job, layout, folder)
+    finally:
+        shutil.rmtree = original
+    return [entry for entry in deleted if entry[0].startswith("checkpoint-")]
+
+
+def test_asynchronous_saves_rotate_once_they_are_complete(launcher: Launcher, tmp_path: Path) -> None:
+    layout = with_options(Layout(world=2, etp=2, stage=1), async_save=True)
+    options: tuple[tuple[str, Any], ...] = (
+        *(("save_strategy", "steps"), ("save_steps", 1), ("eval_strategy", "steps"), ("eval_steps", 1)),
+        ("save_total_limit", 1),
+    )
+    # The largest loss is the first step's: with it as the best, the end of training deletes the last checkpoint.
+    best = (*options, ("metric_for_best_model", "loss"), ("greater_is_better", True))
+    for name, chosen, left in (("last", options, "checkpoint-3"), ("best", best, "checkpoint-1")):
+        folder = tmp_path / name
+        deleted = launcher.run(
+            2, train_on_a_slow_disk, timeout=LIMIT, job=Job(options=chosen), layout=layout, folder=str(folder)
+        )[0]
+        assert deleted, "the test's own premise"
+        for path, whole in deleted:
+            # What is deleted was complete, and so is another one, at that moment.
+            assert path in whole and len(whole) > 1, (path, whole)
+        assert checkpoints(folder) == [left] and complete(folder) == {left}

@@ -28,7 +28,7 @@ from ds_etp.parallel.topology import Topology
 
 KEYS = (
     "Keys that work: enabled, etp_size, ep_size, dispatcher, reduce_dtype, equal_batches, static_shapes, recompute, "
-    "overlap, replicate_lm_head, replica_check_interval, allow_optimizer, monitor_router, monitor_interval, "
+    "overlap, replicate_lm_head, replica_check_interval, allow_optimizer, monitor_router, monitor_interval, async_save, "
     "inter_node_cost."
 )
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
@@ -82,6 +82,7 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "allow_optimizer": False,
         "monitor_router": False,
         "monitor_interval": "auto",
+        "async_save": False,
         "inter_node_cost": 8.0,
     }
 

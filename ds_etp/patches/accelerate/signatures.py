@@ -8,7 +8,10 @@ from __future__ import annotations
 _ABSENT = "-"
 
 TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
-    "accelerate.accelerator:Accelerator": {"get_state_dict": "self, model, unwrap"},
+    "accelerate.accelerator:Accelerator": {
+        "get_state_dict": "self, model, unwrap",
+        "save_state": "self, output_dir, ...",
+    },
     # Without it nothing looks for "auto".
     "accelerate.utils.dataclasses:DeepSpeedPlugin": {"fill_match": ("self, ds_key_long, ...", _ABSENT)},
 }

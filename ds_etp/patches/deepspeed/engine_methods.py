@@ -12,13 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from ds_etp.checkpoint.api import load_checkpoint, save_checkpoint
+from ds_etp.checkpoint.api import finish_save_alone, load_checkpoint, save_checkpoint
 from ds_etp.checkpoint.export_api import consolidated_state_dict, write_model
 from ds_etp.checkpoint.hub import WEIGHTS
 from ds_etp.log import logger
+from ds_etp.patches.accelerate import install_save_state
 from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.engine import raw_config
+from ds_etp.patches.deepspeed.overrides import on_destroy
 from ds_etp.patches.deepspeed.shard_save_guard import refuse_shard_saves
+from ds_etp.patches.transformers.trainer_saves import install_trainer_saves
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 # `save_fp16_model` is the older name of `save_16bit_model`; accelerate calls the two that consolidate.
@@ -36,6 +39,11 @@ def install_checkpoints(engine: Any) -> None:
 
     override(engine, "save_checkpoint", saver)
     override(engine, "load_checkpoint", loader)
+    # Without a collective: DeepSpeed's `__del__` calls `destroy`, at a different time on each rank.
+    on_destroy(engine, lambda: finish_save_alone(engine))
+    if engine.ds_etp.block.async_save:
+        install_trainer_saves()
+        install_save_state()
 
 
 def install_exports(engine: Any, model: nn.Module) -> None:

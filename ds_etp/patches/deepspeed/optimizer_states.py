@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ds_etp.checkpoint.format import WEIGHT
 from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, ParamState
 from ds_etp.errors import CheckpointError
-from ds_etp.parallel.collectives import all_gather_single
 from ds_etp.patches.deepspeed.optimizer_tensors import BaseOptimizerTensor
 
 # From the tensor that the optimizer steps to this parameter's part of it, a view; None where the rank has none.
@@ -120,11 +119,13 @@ class _PartitionState(_LocalState):
         assert part is not None
         part = part.reshape(-1).to(self.device).contiguous()
         size = dist.get_world_size(self.group)
-        whole = part if size == 1 else part.new_empty(size * part.numel())
+        reads, whole = dist.get_rank() == reader, part
         if size > 1:
-            all_gather_single(whole, part, group=self.group)
+            # To the reader alone: the others need no room for the whole, and their link carries one part.
+            whole = part.new_empty(size * part.numel() if reads else 0)
+            dist.gather(part, list(whole.chunk(size)) if reads else None, dst=reader, group=self.group)
         parameter = self.parameter
-        return whole[: parameter.ds_numel].view(parameter.ds_shape) if dist.get_rank() == reader else None
+        return whole[: parameter.ds_numel].view(parameter.ds_shape) if reads else None
 
     def write(self, state_name: str, shard: Tensor) -> None:
         part = self.local_part(state_name)

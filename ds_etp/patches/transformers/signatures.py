@@ -33,5 +33,17 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "unset_hf_deepspeed_config": "",
         "_hf_deepspeed_config_weak_ref": _EXISTS,
     },
+    "transformers.trainer": {
+        "rotate_checkpoints": ("output_dir, save_total_limit, ...", _ABSENT),
+        "sort_checkpoints": ("output_dir, ...", _ABSENT),
+        "shutil": _EXISTS,
+    },
+    "transformers.trainer_utils": {"shutil": (_EXISTS, _ABSENT)},
+    "transformers.trainer:Trainer": {
+        "train": "self, ...",
+        "_push_from_checkpoint": "self, checkpoint_folder",
+        "_rotate_checkpoints": ("self, use_mtime, output_dir", _ABSENT),
+        "_sorted_checkpoints": ("self, output_dir, checkpoint_prefix, use_mtime", _ABSENT),
+    },
     "safetensors.torch": {"save_model": "model, filename, ..."},
 }
