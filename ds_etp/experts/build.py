@@ -1,4 +1,4 @@
-"""Builds the shard of each experts module as the config block asks: dispatcher, sentinels, recompute, overlap."""
+"""Builds the shard of each experts module as the config block asks: dispatcher, recompute, overlap."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ds_etp.config.grouped_mm import GROUPED_MM_ALIGNMENT
 from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.experts.blocks import find_shared_experts
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.experts.sharded import Shard, sharded_modules, uses_sentinels
+from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
 from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.peft.expert_lora import plain_path
-from ds_etp.patches.transformers.experts_interface import enable_sentinels, is_aligned, skips_sentinels
+from ds_etp.patches.transformers.experts_interface import is_aligned
 from ds_etp.patches.transformers.grouped_mm import sorted_forward
 
 
@@ -30,22 +30,22 @@ def make_shard(
     plan_name: str,
     block: ExpertTensorParallelConfig,
     shared_overlap: SharedExpertOverlap | None = None,
+    experts_per_token: int | None = None,
 ) -> Shard:
     """What one experts module is to know of itself, this rank's part and its dispatcher included."""
     plan_class = DISPATCHERS[plan_name]
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
-    static = block.static_shapes and plan_class.knows_shapes and enable_sentinels(module, groups.topology, layout)
     return Shard(
         path,
         layout,
         groups.topology,
         groups.ep.index,
         groups.expt_tp.index,
-        plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches),
-        skips_sentinels=skips_sentinels if static else None,
+        plan_class(groups, layout.num_experts, reduce_dtype),
         recompute=block.recompute,
         shared_overlap=shared_overlap,
         sorted_forward=sorted_forward if layout.adapter is None else None,
+        experts_per_token=experts_per_token,
     )
 
 
@@ -120,11 +120,4 @@ def ineffective_options(model: nn.Module, block: ExpertTensorParallelConfig) -> 
         yield (
             f"overlap has no effect on {alone[0]} ({len(alone)} in all): its block calls no shared experts after it, "
             "with its own input"
-        )
-    waiting = [path for path, module in sharded_modules(model) if block.static_shapes and not uses_sentinels(module)]
-    if waiting:
-        yield (
-            f"static_shapes has no effect on {waiting[0]} ({len(waiting)} in all): it is for ep above 1, more than one "
-            "expert a rank, dispatchers replicated and allgather, transformers 5.18 or newer, and "
-            "experts_implementation grouped_mm or batched_mm"
         )
