@@ -19,7 +19,6 @@ from ds_etp.config.deepspeed import check_host_options, half_dtype
 from ds_etp.config.dense_rules import check_axes
 from ds_etp.dispatch.cost import DispatchChoice, tokens_are_replicated
 from ds_etp.errors import config_error
-from ds_etp.experts.blocks import top_k_of
 from ds_etp.experts.build import enable_shared_expert_overlap, ineffective_options, make_shard, misaligned_shards
 from ds_etp.experts.checks import checked_layouts, choose_dispatchers, dispatcher_rows
 from ds_etp.experts.layout import ExpertsLayout
@@ -222,14 +221,7 @@ def _shard_model(
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
         shard = make_shard(
-            path,
-            module,
-            layout,
-            groups,
-            extension.choices[path].dispatcher,
-            block,
-            shared_overlap.get(path),
-            top_k_of(model.get_submodule(plain_path(path).rpartition(".")[0])),
+            path, module, layout, groups, extension.choices[path].dispatcher, block, shared_overlap.get(path), model
         )
         mark_expert_params(module.parameters(), groups)
         if is_partitioned(module):

@@ -11,7 +11,7 @@ from torch import nn
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.grouped_mm import GROUPED_MM_ALIGNMENT
 from ds_etp.dispatch.registry import DISPATCHERS
-from ds_etp.experts.blocks import find_shared_experts
+from ds_etp.experts.blocks import find_shared_experts, top_k_of
 from ds_etp.experts.layout import ExpertsLayout
 from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
@@ -30,9 +30,9 @@ def make_shard(
     plan_name: str,
     block: ExpertTensorParallelConfig,
     shared_overlap: SharedExpertOverlap | None = None,
-    experts_per_token: int | None = None,
+    model: nn.Module | None = None,
 ) -> Shard:
-    """What one experts module is to know of itself, this rank's part and its dispatcher included."""
+    """What one experts module is to know of itself, this rank's part and its dispatcher included. `model` tells K."""
     plan_class = DISPATCHERS[plan_name]
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
     return Shard(
@@ -45,7 +45,7 @@ def make_shard(
         recompute=block.recompute,
         shared_overlap=shared_overlap,
         sorted_forward=sorted_forward if layout.adapter is None else None,
-        experts_per_token=experts_per_token,
+        experts_per_token=None if model is None else top_k_of(model.get_submodule(plain_path(path).rpartition(".")[0])),
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.dispatch import pairs
-from ds_etp.experts.blocks import top_k_of
 from ds_etp.experts.build import make_shard
 from ds_etp.experts.registry import read_layout
 from ds_etp.experts.sharded import shard_in_place
@@ -81,7 +80,7 @@ def waits(dispatcher: str, sizes: tuple[int, int, int]) -> dict[Any, Any]:
                         dispatcher,
                         ExpertTensorParallelConfig(recompute=recompute),
                         None,
-                        top_k_of(block),
+                        block,
                     )
                     shard_in_place(block.experts, shard)
                     for few in (True, False):
