@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cases as rows
-from benchmarks import growth, runs, traffic
+from benchmarks import growth, routing, runs, traffic
 from benchmarks.charts import draw
 from benchmarks.environment import autoep_python
 from benchmarks.pool import ROOT, Pool
 from benchmarks.report import page
 
-PARTS = ("times", "dispatchers", "overlap", "messages", "memory", "wire", "layers", "groups")
+PARTS = ("times", "dispatchers", "overlap", "messages", "memory", "wire", "layers", "groups", "routing")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,6 +62,9 @@ def measure(arguments: argparse.Namespace, pools: dict[str, Pool], write: Callab
         ),
         "layers": lambda: growth.layer_rows(main, growth.sweeps()[:1] if small else growth.sweeps(), steps, rounds),
         "groups": lambda: main(1, "benchmarks.growth:groups", worlds=list(growth.WORLDS[: 2 if small else None]))[0],
+        "routing": lambda: main(
+            1, "benchmarks.routing:host_rows", sizes=list(routing.SIZES), repeats=20 if small else 400
+        )[0],
     }
     results: dict[str, Any] = {"shapes": shapes, "loads": [os.getloadavg()[0]]}
     for part in arguments.parts:

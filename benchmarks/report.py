@@ -19,8 +19,8 @@ def page(results: dict[str, Any], command: str, device: str) -> str:
     """Everything, as Markdown.
 
     Args:
-        results: any of `times`, `dispatchers`, `overlap`, `messages`, `memory`, `wire`, `layers` and `groups`; `loads`,
-            and `shapes`.
+        results: any of `times`, `dispatchers`, `overlap`, `messages`, `memory`, `wire`, `layers`, `groups` and
+            `routing`; `loads`, and `shapes`.
         command: how it was run.
         device: `cpu`, or the name of the GPUs.
     """
@@ -38,6 +38,7 @@ def page(results: dict[str, Any], command: str, device: str) -> str:
         "wire": _wire,
         "layers": _layers,
         "groups": _groups,
+        "routing": _routing,
     }
     parts += [maker(results[name]) for name, maker in makers.items() if results.get(name)]
     return "\n\n".join(parts) + "\n"
@@ -170,4 +171,15 @@ def _groups(rows: list[dict[str, Any]]) -> str:
                 for r in rows
             ],
         )
+    )
+
+
+def _routing(rows: list[dict[str, Any]]) -> str:
+    orders = [name for name in rows[0] if name != "ep"]
+    lines = [(row["ep"], *(f"{row[name] * 1e3:.2f}" for name in orders)) for row in rows]
+    return (
+        "## Growth of routing on the host\n\n"
+        "Bookkeeping of one MoE layer's call under the all-to-all dispatchers, etp 2: reading the counts of all ranks, "
+        "splits, and launches of what makes the index tables. Processor time of the "
+        "quickest run, without messages.\n\n" + table(("ep", *(f"{name}, ms" for name in orders)), lines)
     )

@@ -8,6 +8,10 @@ from typing import Any
 
 PUBLIC_NAMES = {"Cut": "ShardSpec"}
 CONFIG_KEYS = {"plan": "dispatcher", "node_weight": "inter_node_cost"}  # of the block
+REMOVED_CONFIG_KEYS = {  # of the block, and why nobody misses them
+    "equal_batches": "sizes and counts now come in one message",
+    "static_shapes": "few rows are never counted, and many would take ep times the memory",
+}
 DISPATCHER_NAMES = {"alltoall_gather_first": "alltoall_etp_first"}
 SPEC_ARGUMENTS = {"parts": "fused_chunks", "width": "interleave", "spare": "has_zero_compute_rows"}
 REGISTER_ARGUMENTS = {"cuts": "specs"}  # of `register_layout`
@@ -19,6 +23,13 @@ def warn_renamed(old: str, new: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         text = f"{old} is now called {new}; the old name goes with the next release"
         warnings.warn(text, FutureWarning, stacklevel=3)
+
+
+def warn_removed(key: str, reason: str) -> None:
+    """Says, on the launcher's rank 0, that what a user wrote has no effect any more."""
+    if os.environ.get("RANK", "0") == "0":
+        text = f"{key} has no effect any more: {reason}. Leave it out; it will be an error in the next release"
+        warnings.warn(text, FutureWarning, stacklevel=4)
 
 
 def renamed_class(old: str, cls: Any) -> Any:

@@ -210,7 +210,7 @@ def _shard_model(
     for path in with_progress(modules, show=dist.get_rank() == 0):
         module, layout = modules[path], extension.layouts[path]
         shard = build.make_shard(
-            path, module, layout, groups, extension.choices[path].dispatcher, block, shared_overlap.get(path)
+            path, module, layout, groups, extension.choices[path].dispatcher, block, shared_overlap.get(path), model
         )
         mark_expert_params(module.parameters(), groups)
         if is_partitioned(module):

@@ -35,8 +35,6 @@ class ExpertTensorParallelConfig(BaseModel):
     ep_size: Size = 1
     dispatcher: Literal["auto", "replicated", "allgather", "alltoall", "alltoall_etp_first"] = "auto"
     reduce_dtype: Literal["auto", "fp32"] = "auto"
-    equal_batches: StrictBool = False
-    static_shapes: StrictBool = False
     recompute: StrictBool = False
     overlap: StrictBool = False
     replicate_lm_head: Literal["auto"] | StrictBool = "auto"
@@ -54,8 +52,6 @@ _RULES: dict[str, tuple[str, str]] = {  # key -> (rule, values that work)
     "ep_size": ("is not a size: a whole number of at least 1 is needed", "1, 2, 3, ..."),
     "dispatcher": ("is not a dispatcher", ", ".join(("auto", *DISPATCHERS))),
     "reduce_dtype": ("is not a dtype that partial sums can be reduced in", "auto, fp32"),
-    "equal_batches": ("is not a boolean", "true, false"),
-    "static_shapes": ("is not a boolean", "true, false"),
     "recompute": ("is not a boolean", "true, false"),
     "overlap": ("is not a boolean", "true, false"),
     "replicate_lm_head": ('is neither a boolean nor "auto"', '"auto", true, false'),
@@ -117,13 +113,17 @@ def parse_block(ds_config: Mapping[str, object]) -> ExpertTensorParallelConfig |
 
 
 def _with_new_names(raw: Mapping[str, object]) -> dict[str, object]:
-    """The block's entries under today's names. Old ones work, with a warning.
+    """The block's entries under today's names. Old ones work, with a warning; keys without effect are
+    left out, with one too.
 
     Raises:
         ConfigError: a key is there under both of its names.
     """
     values: dict[str, object] = {}
     for key, value in raw.items():
+        if key in aliases.REMOVED_CONFIG_KEYS:
+            aliases.warn_removed(f"{BLOCK}.{key}", aliases.REMOVED_CONFIG_KEYS[key])
+            continue
         name = aliases.CONFIG_KEYS.get(key, key)
         if name != key:
             if name in raw:

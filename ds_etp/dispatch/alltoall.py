@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ds_etp.dispatch.alltoall_route import AllToAllRoute, OverlappedCombine, exchange, gather_inputs
-from ds_etp.dispatch.base import DispatchOutput, TokenDispatcher, local_pairs
+from ds_etp.dispatch.base import PLAIN, DispatchOptions, DispatchOutput, TokenDispatcher, at_least_one_row
 from ds_etp.dispatch.ep_first import ep_first_plan
 from ds_etp.dispatch.etp_first import etp_first_plan
+from ds_etp.dispatch.pairs import LocalPairs
 from ds_etp.dispatch.routing_table import CountsExchange, RankLayout, RoutingCounts, RoutingPlan
 from ds_etp.parallel.async_ops import run_overlapped
 from ds_etp.parallel.autograd import OverlapFn
-from ds_etp.parallel.collectives import (
-    unpadded,
-)
+from ds_etp.parallel.collectives import unpadded
 from ds_etp.parallel.topology import GroupKind
 
 MakePlan = Callable[[RankLayout, RoutingCounts, int, Tensor], RoutingPlan]
@@ -79,16 +78,34 @@ class AllToAll(TokenDispatcher):
 
     @cached_property
     def _counts(self) -> CountsExchange:
-        return CountsExchange(self.layout, self.groups.expert_model_parallel)
+        return CountsExchange(self.layout, self.groups.expert_model_parallel, self.local_experts)
 
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, with_sentinels: bool = False) -> DispatchOutput:
+    def dispatch(
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        options: DispatchOptions = PLAIN,
+        again: DispatchOutput | None = None,
+    ) -> DispatchOutput:
         """See `TokenDispatcher.dispatch`. The host has to know counts here, so there are never sentinels."""
         with torch.no_grad():
-            dispatched = self.dispatch_forward(x, index, weights)
+            if again is None:
+                dispatched = self.dispatch_forward(x, index, weights, needs_counts=options.needs_counts)
+            else:
+                dispatched = self._dispatch_again(x, weights, again.handle)
+        route = dispatched.route
         rows, chosen = _Dispatch.apply(dispatched, x, weights)
-        by_expert = self.groups.topology.ep > 1
         return DispatchOutput(
-            rows, dispatched.index, chosen, None, None, len(rows), len(x), dispatched.route, by_expert=by_expert
+            rows,
+            dispatched.index,
+            chosen,
+            None,
+            len(rows),
+            len(x),
+            route,
+            by_expert=self.groups.topology.ep > 1,
+            counts=route.expert_counts,
         )
 
     def combine(self, partial: Tensor, rows: DispatchOutput, overlap_fn: OverlapFn = None) -> Tensor:
@@ -108,12 +125,14 @@ class AllToAll(TokenDispatcher):
         ep_ranks = torch.arange(self.groups.ep.size, device=index.device)
         return ((index // self.local_experts)[:, None] == ep_ranks[:, None]).sum(2)
 
-    def dispatch_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> _Dispatched:
+    def dispatch_forward(self, x: Tensor, index: Tensor, weights: Tensor, *, needs_counts: bool = False) -> _Dispatched:
         """Tokens `[T, H]`, `[T, K]`, `[T, K]` to assignments `[a, H]`, `[a, k]`, `[a, k]`, and the way back."""
         layout, tokens = self.layout, len(x)
         held = layout.held_rows(tokens)
         choices = self.choices(index[held.start : held.stop])
-        counts = self._counts.run(choices, tokens)
+        own = layout.owned(tokens, layout.expert_mp_rank)
+        counted = index[own.start : own.stop] if needs_counts else None
+        counts = self._counts.run(choices, tokens, counted)
         padding = None
         if self.gathers_over_etp and not layout.tp_local_ranks:
             owned = counts.owned[layout.expt_tp_ranks.start : layout.expt_tp_ranks.stop]
@@ -121,27 +140,52 @@ class AllToAll(TokenDispatcher):
         inputs = gather_inputs(
             self.groups,
             padding,
-            layout.owned(tokens, layout.expert_mp_rank),
+            own,
             [x, weights, index.to(torch.int32)],  # half the bytes to send
         )
         if padding is not None:
             choices = self.choices(unpadded(inputs[2], owned))
         plan = type(self).make_plan(layout, counts, tokens, choices > 0)
-        return self._assign(plan, exchange(self.groups, plan, inputs), index.dtype)
+        return self._assign(plan, exchange(self.groups, plan, inputs), index.dtype, counts.experts)
 
-    def _assign(self, plan: RoutingPlan, buffer: Sequence[Tensor], index_dtype: torch.dtype) -> _Dispatched:
+    def _dispatch_again(self, x: Tensor, weights: Tensor, route: AllToAllRoute) -> _Dispatched:
+        """The same tokens by the same route."""
+        inputs = gather_inputs(self.groups, route.plan.gathers_inputs, route.plan.own_rows, [x, weights])
+        return self._rows(route, exchange(self.groups, route.plan, inputs))
+
+    def _assign(
+        self,
+        plan: RoutingPlan,
+        buffer: Sequence[Tensor],
+        index_dtype: torch.dtype,
+        expert_counts: tuple[int, ...] | None,
+    ) -> _Dispatched:
         rows, partial_rows, k_index = plan.rows, plan.partial_rows, None
-        local = buffer[2].index_select(0, rows)
+        local = buffer[2].index_select(0, rows).to(index_dtype)
         if self.groups.topology.ep > 1:
-            row, k_index, local = local_pairs(local, self.first_expert, self.local_experts, plan.num_assignments)
-            rows, partial_rows = rows[row], partial_rows[row]
-        route = AllToAllRoute.of(self.groups, plan, rows, partial_rows, k_index, buffer[1].shape[1], self.reduce_dtype)
-        weights = route.permute(buffer[1])
-        if len(local) == 0:
-            local, weights = local.new_zeros(1, 1), weights[:, :1]
-        elif k_index is not None:
-            weights = weights.gather(1, k_index[:, None])
-        return _Dispatched(route, route.permute(buffer[0]), local.to(index_dtype), weights)
+            pairs = LocalPairs.of(local, self.first_expert, self.local_experts, count=plan.num_assignments)
+            k_index, local = pairs.k_index, pairs.index
+            rows, partial_rows = rows[pairs.row], partial_rows[pairs.row]
+        route = AllToAllRoute.of(
+            self.groups,
+            plan,
+            rows,
+            partial_rows,
+            index=local,
+            k_index=k_index,
+            num_choices=buffer[1].shape[1],
+            expert_counts=expert_counts,
+            reduce_dtype=self.reduce_dtype,
+        )
+        return self._rows(route, buffer)
+
+    @staticmethod
+    def _rows(route: AllToAllRoute, buffer: Sequence[Tensor]) -> _Dispatched:
+        x, weights = buffer[0].index_select(0, route.rows), buffer[1].index_select(0, route.rows)
+        if route.k_index is not None:
+            weights = weights.gather(1, route.k_index[:, None])
+        x, index, weights = at_least_one_row(x, route.index, weights)
+        return _Dispatched(route, x, index, weights)
 
 
 class EPFirst(AllToAll):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_etp.dispatch.recv_buffer import RecvBuffer
+from ds_etp.dispatch.recv_buffer import RecvBuffer, select_rows
 from ds_etp.dispatch.routing_table import RoutingPlan
 from ds_etp.dispatch.segments import Segments
 from ds_etp.parallel.async_ops import AsyncWork, OverlappedOp, completed, start_all_to_all
@@ -43,8 +43,10 @@ class AllToAllRoute:
         partial_rows: `[a]`, the partial row it is summed into.
         by_partial_row: the assignments of each partial row.
         by_own_row: of each own row, its sum that stayed and those that came back, one behind the other.
+        index: `[a, k]`, over this rank's experts.
         k_index: `[a]`, which of its token's K experts it is; None without ep, where a row is one assignment.
         num_choices: K.
+        expert_counts: assignments of each local expert, where they were asked for.
         reduce_dtype: what partial sums are added up in; None for their own dtype.
     """
 
@@ -54,8 +56,10 @@ class AllToAllRoute:
     partial_rows: Tensor
     by_partial_row: Segments
     by_own_row: Segments | None
+    index: Tensor
     k_index: Tensor | None
     num_choices: int
+    expert_counts: tuple[int, ...] | None
     reduce_dtype: torch.dtype | None
 
     @classmethod
@@ -65,8 +69,11 @@ class AllToAllRoute:
         plan: RoutingPlan,
         rows: Tensor,
         partial_rows: Tensor,
+        *,
+        index: Tensor,
         k_index: Tensor | None,
         num_choices: int,
+        expert_counts: tuple[int, ...] | None,
         reduce_dtype: torch.dtype | None,
     ) -> AllToAllRoute:
         """From the plan and the assignments."""
@@ -76,7 +83,19 @@ class AllToAllRoute:
             if staying is None:
                 staying = torch.arange(plan.num_own_rows, device=rows.device)
             by_own_row = Segments.of(torch.cat([staying, plan.returned_rows]), plan.num_own_rows)
-        return cls(groups, plan, rows, partial_rows, by_partial_row, by_own_row, k_index, num_choices, reduce_dtype)
+        return cls(
+            groups,
+            plan,
+            rows,
+            partial_rows,
+            by_partial_row,
+            by_own_row,
+            index,
+            k_index,
+            num_choices,
+            expert_counts,
+            reduce_dtype,
+        )
 
     def dispatch(self, tensor: Tensor) -> Tensor:
         """Tokens `[T, H]`, alike on tensor-parallel peers, to one row per assignment `[a, H]`."""
@@ -159,12 +178,15 @@ def gather_inputs(
 
 
 def exchange(groups: ExpertGroups, plan: RoutingPlan, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The inputs' tensors, and behind each the rows that arrive."""
-    if not plan.sends:
+    """The buffer's tensors: rows of the inputs that experts here work on, and behind them those that arrive.
+
+    Where no rank sends anything the inputs themselves are the buffer.
+    """
+    if plan.local_rows is None:
         return inputs
-    buffer = RecvBuffer(inputs, plan.received)
+    buffer = RecvBuffer(inputs, plan.local_rows, plan.received)
     out = buffer.recv if plan.recv_padding is None else None
-    message = buffer.local.index_select(0, plan.send_rows)
+    message = select_rows(inputs, plan.send_rows)
     (message,) = all_to_all_rows([message], plan.input_splits, plan.output_splits, groups.ep, out=out)
     return _received(groups, plan, buffer, message)
 
@@ -203,10 +225,10 @@ class OverlappedCombine(OverlappedOp):
     def start_backward(self, grad: Tensor) -> AsyncWork:
         groups, plan = self.route.groups, self.route.plan
         self.inputs = gather_inputs(groups, plan.gathers_inputs, plan.own_rows, [grad])
-        if not plan.sends:
+        if plan.local_rows is None:
             return completed(grad[:0])
-        self.buffer = RecvBuffer(self.inputs, plan.received)
-        message = self.buffer.local.index_select(0, plan.send_rows)
+        self.buffer = RecvBuffer(self.inputs, plan.local_rows, plan.received)
+        message = select_rows(self.inputs, plan.send_rows)
         if groups.topology.ep == 1:
             return completed(message)
         return start_all_to_all(message, plan.input_splits, plan.output_splits, groups.ep)

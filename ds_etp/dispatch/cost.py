@@ -100,15 +100,12 @@ def mean_replicated_ep_ranks(topology: Topology) -> float:
     return held / period / topology.etp
 
 
-def comm_volume(
-    dispatcher: str, topology: Topology, *, per_token: int, experts: int | None = None, equal_batches: bool = False
-) -> CommVolume:
+def comm_volume(dispatcher: str, topology: Topology, *, per_token: int, experts: int | None = None) -> CommVolume:
     """What a dispatcher moves in a topology, for uniform routing.
 
     Args:
         dispatcher: one of `DISPATCHER_NAMES`.
         per_token, experts: K and E, as for `prob_ep_rank_hit`.
-        equal_batches: whether `allgather` knows all sizes.
 
     Raises:
         ValueError: no such dispatcher.
@@ -122,7 +119,7 @@ def comm_volume(
         merged = topology.tp == ranks  # the merge and the gather over tp are one all-reduce
         return CommVolume({"expert_model_parallel": ranks - 1}, 2 * (ranks > 1) + tp_gathers * (not merged), tp_rows)
     if dispatcher == "allgather":
-        messages = (4 + (not equal_batches)) * (ranks > 1)
+        messages = (4 + (not tokens_are_replicated(topology))) * (ranks > 1)  # peers of one batch know all sizes
         return CommVolume({"expert_model_parallel": 2 * (ranks - 1)}, messages + tp_gathers, tp_rows)
     sizes = int(ranks > 1)
     if dispatcher == "alltoall":
@@ -168,7 +165,6 @@ def choose_dispatcher(
     experts: int | None = None,
     ranks_per_node: int | None = None,
     inter_node_cost: float = INTER_NODE_COST,
-    equal_batches: bool = False,
 ) -> DispatchChoice:
     """The dispatcher for a topology: the requested one, or the cheapest that fits.
 
@@ -178,7 +174,6 @@ def choose_dispatcher(
         per_token, experts: K and E.
         ranks_per_node: None where the job is one node.
         inter_node_cost: cost of a row over a group that leaves a node; of one that doesn't, 1.
-        equal_batches: as for `comm_volume`.
     """
 
     def cost(dispatcher: str) -> float:
@@ -193,10 +188,7 @@ def choose_dispatcher(
         names = [name for name in DISPATCHER_NAMES if name != "replicated" or tokens_are_replicated(topology)]
         if topology.etp == 1:
             names.remove("alltoall_etp_first")  # the same as `alltoall` without peers to gather from
-    options = {
-        name: comm_volume(name, topology, per_token=per_token, experts=experts, equal_batches=equal_batches)
-        for name in names
-    }
+    options = {name: comm_volume(name, topology, per_token=per_token, experts=experts) for name in names}
     dispatcher = min(options, key=cost)
     return DispatchChoice(dispatcher, options[dispatcher])
 

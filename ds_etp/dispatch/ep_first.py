@@ -6,19 +6,13 @@ Legend as in `routing_table`.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_etp.dispatch.routing_table import (
-    MaskedRows,
-    RankLayout,
-    RoutingCounts,
-    RoutingPlan,
-    as_ints,
-    expand_ranges,
-    on_device,
-    zero_at,
-)
+from ds_etp.dispatch.masked_rows import MaskedRows, as_ints, starts_of, zero_at
+from ds_etp.dispatch.routing_table import RankLayout, RoutingCounts, RoutingPlan
+from ds_etp.parallel.host import expand_ranges
 
 
 def ep_first_plan(layout: RankLayout, counts: RoutingCounts, tokens: int, ep_mask: Tensor) -> RoutingPlan:
@@ -40,45 +34,46 @@ def ep_first_plan(layout: RankLayout, counts: RoutingCounts, tokens: int, ep_mas
 
     # Sections of partial rows by etp_rank of the owner; in each, owners by ep_rank, this ep_rank's own last.
     others = zero_at(needed_here, itself)
-    partial_start = others.cumsum(0) - others
+    partial_start = starts_of(others)
     partial_start[e] = others.sum(0)
-    partial_start += torch.arange(etp) * section
+    partial_start += np.arange(etp) * section
 
-    # Received rows by etp_rank of the peer that received them, each peer's padded to the longest.
-    recv_start = remote.cumsum(0) - remote + torch.arange(etp) * recv_padding
-    local = layout.tp_local_ranks
-    local_partial, remote_rows, remote_partial = on_device(
-        [
-            expand_ranges(
-                partial_start.flatten()[local.start : local.stop], needed_here.flatten()[local.start : local.stop]
-            ),
-            expand_ranges(recv_start.t().flatten() + tokens, remote.t().flatten()),
-            expand_ranges(partial_start.t().flatten(), remote.t().flatten()),
-        ],
+    # Received rows by etp_rank of the peer that received them, each peer's padded to the longest, behind local ones.
+    local, sends = layout.tp_local_ranks, not layout.all_tp_local
+    needed_locally = needed_here.ravel()[local.start : local.stop]
+    num_local = int(needed_locally.sum())
+    recv_start = starts_of(remote) + np.arange(etp) * recv_padding + num_local
+    by_peer = remote.T.ravel()
+    rows, partial_rows = expand_ranges(
         ep_mask.device,
+        (np.concatenate([[0], recv_start.T.ravel()]), np.concatenate([[num_local], by_peer])),
+        (
+            np.concatenate([partial_start.ravel()[local.start : local.stop], partial_start.T.ravel()]),
+            np.concatenate([needed_locally, by_peer]),
+        ),
     )
     own_by_ep = MaskedRows.of(ep_mask[own.start - held.start : own.stop - held.start], needed_of_own)
     back = zero_at(needed_here[:, j], itself)
-    staying = own_by_ep.at(e)
+    staying, num_back = own_by_ep.at(e), int(back.sum())
     if etp == 1 and local:  # nobody else adds to the sums of this rank's own rows: they are made where they stay
-        start = int(needed_here.flatten()[local.start : layout.expert_mp_rank].sum())
-        local_partial[start : start + len(staying)] = staying + int(back.sum())
-    num_local = int(needed_here.flatten()[local.start : local.stop].sum())
+        start = int(needed_here.ravel()[local.start : layout.expert_mp_rank].sum())
+        partial_rows[start : start + len(staying)] = staying + num_back
     local_rows = torch.nonzero_static(ep_mask[:, e], size=num_local)[:, 0] + held.start
+    received = remote[:, j]
     return RoutingPlan(
         tokens=tokens,
         gathers_inputs=None,
         own_rows=own,
-        sends=not layout.all_tp_local,
+        local_rows=local_rows if sends else None,
         send_rows=own_by_ep.without(skipped) + own.start,
         input_splits=as_ints(zero_at(needed_of_own, skipped)),
-        output_splits=as_ints(remote[:, j]),
-        received=etp * recv_padding if etp > 1 else int(remote[:, j].sum()),
+        output_splits=as_ints(received),
+        received=etp * recv_padding if etp > 1 else int(received.sum()),
         recv_padding=recv_padding if etp > 1 else None,
-        rows=torch.cat([local_rows, remote_rows]),
-        num_assignments=counts.assignments[e],
-        partial_rows=torch.cat([local_partial, remote_partial]),
-        num_partial_rows=section * etp if etp > 1 else int(back.sum()) + len(own),
+        rows=rows if sends else local_rows,
+        num_assignments=counts.num_assignments,
+        partial_rows=partial_rows,
+        num_partial_rows=section * etp if etp > 1 else num_back + len(own),
         reduce_padding=section if etp > 1 else None,
         combine_input_splits=as_ints(back),
         combine_output_splits=as_ints(zero_at(needed_of_own, itself)),

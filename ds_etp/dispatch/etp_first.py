@@ -6,19 +6,13 @@ Messages over expt_tp have the batches' own shapes. Legend as in `routing_table`
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_etp.dispatch.routing_table import (
-    MaskedRows,
-    RankLayout,
-    RoutingCounts,
-    RoutingPlan,
-    as_ints,
-    expand_ranges,
-    on_device,
-    zero_at,
-)
+from ds_etp.dispatch.masked_rows import MaskedRows, as_ints, starts_of, zero_at
+from ds_etp.dispatch.routing_table import RankLayout, RoutingCounts, RoutingPlan
+from ds_etp.parallel.host import expand_ranges
 
 
 def etp_first_plan(layout: RankLayout, counts: RoutingCounts, tokens: int, ep_mask: Tensor) -> RoutingPlan:
@@ -35,65 +29,63 @@ def etp_first_plan(layout: RankLayout, counts: RoutingCounts, tokens: int, ep_ma
     owned = counts.owned[peers.start : peers.stop]
     held = layout.held_rows(tokens)
     skipped = layout.tp_local_ep_ranks if local else itself
-    by_group = counts.rows.sum(1)  # [ep, ep]: needed at each ep_rank, of the tokens of each expt_tp group
-    needed_here, needed_of_group = by_group[:, e], by_group[e]
+    by_owner = counts.rows[:, :, e]
+    # Of the tokens of each expt_tp group those needed here, and of this group's those needed at each ep_rank.
+    needed_here, needed_of_group = by_owner.sum(1), counts.rows[e].sum(0)
     back = zero_at(needed_here, itself)
-    sent_back = int(back.sum())
+    num_back, num_own = int(back.sum()), sum(owned)
 
     # Partial rows: those of other groups' tokens by owner, then one for each token of this group.
-    by_owner = counts.rows[:, :, e]
-    others = zero_at(by_owner, itself).flatten()
-    partial_start = others.cumsum(0) - others
+    partial_start = starts_of(zero_at(by_owner, itself).ravel())
     local_owners = local or peers
     output_splits = zero_at(needed_here, skipped)
-    padding = max(owned)
-    tables = [
-        expand_ranges(
-            partial_start[local_owners.start : local_owners.stop],
-            by_owner.flatten()[local_owners.start : local_owners.stop],
-        ),
-        expand_ranges(partial_start[::etp], output_splits),
+    needed_locally = by_owner.ravel()[local_owners.start : local_owners.stop]
+    num_local, received, padding = int(needed_locally.sum()), int(output_splits.sum()), max(owned)
+    lists = [
+        (
+            np.concatenate([partial_start[local_owners.start : local_owners.stop], partial_start[::etp]]),
+            np.concatenate([needed_locally, output_splits]),
+        )
     ]
     if not local:
-        tables.append(expand_ranges(torch.arange(etp) * padding, torch.tensor(owned)))
-    local_partial, remote_partial, *gathered = on_device(tables, ep_mask.device)
+        lists.append((np.arange(etp) * padding, np.array(owned)))
+    partial_rows, *gathered = expand_ranges(ep_mask.device, *lists)
 
-    # Candidates to send: rows of the mask, and where they are in the buffer.
+    # Candidates to send: rows of the mask, and where they are in the inputs.
     if local:
         start = layout.owned(tokens, peers.start).start - held.start
-        candidates, num_inputs = ep_mask[start : start + sum(owned)], tokens
+        candidates = ep_mask[start : start + num_own]
     else:
-        start, candidates, num_inputs = 0, ep_mask, padding * etp
+        start, candidates = 0, ep_mask
     group_by_ep = MaskedRows.of(candidates, needed_of_group)
     staying = group_by_ep.at(e)
-    first = int(by_owner.flatten()[local_owners.start : peers.start].sum())
-    local_partial[first : first + len(staying)] = staying + sent_back  # parts of peers are added once they are back
-    local_rows = torch.nonzero_static(ep_mask[:, e], size=len(local_partial))[:, 0]
+    first = int(by_owner.ravel()[local_owners.start : peers.start].sum())
+    partial_rows[first : first + len(staying)] = staying + num_back  # parts of peers are added once they are back
+    local_rows = torch.nonzero_static(ep_mask[:, e], size=num_local)[:, 0]
     send_rows = group_by_ep.without(skipped) + start
     if gathered:
         local_rows, send_rows = gathered[0][local_rows], gathered[0][send_rows]
     else:
         local_rows, send_rows = local_rows + held.start, send_rows + held.start
-    received = int(output_splits.sum())
-    remote_rows = torch.arange(num_inputs, num_inputs + received, device=ep_mask.device)
+    sends = not layout.all_tp_local
     return RoutingPlan(
         tokens=tokens,
         gathers_inputs=None if local else padding,
         own_rows=layout.owned(tokens, layout.expert_mp_rank),
-        sends=not layout.all_tp_local,
+        local_rows=local_rows if sends else None,
         send_rows=send_rows,
         input_splits=as_ints(zero_at(needed_of_group, skipped)),
         output_splits=as_ints(output_splits),
         received=received,
         recv_padding=None,
-        rows=torch.cat([local_rows, remote_rows]),
-        num_assignments=counts.assignments[e],
-        partial_rows=torch.cat([local_partial, remote_partial]),
-        num_partial_rows=sent_back + sum(owned),
+        rows=torch.arange(num_local + received, device=ep_mask.device) if sends else local_rows,
+        num_assignments=counts.num_assignments,
+        partial_rows=partial_rows,
+        num_partial_rows=num_back + num_own,
         reduce_padding=None,
         combine_input_splits=as_ints(back),
         combine_output_splits=as_ints(zero_at(needed_of_group, itself)),
-        num_own_rows=sum(owned),
+        num_own_rows=num_own,
         staying_rows=None,
         returned_rows=group_by_ep.without(itself),
         reduce_splits=owned,

@@ -11,8 +11,8 @@ experts get rows with indices over its own experts. The module's forward is
 What dispatch keeps for backward is, per MoE layer, the rows this rank's experts work on, `[a, H]`, where the
 family's forward keeps them, and index tensors of a few numbers per row. `a` is at most the tokens of the
 ep * etp expert ranks times the local experts a token can have, min(K, E / ep); with uniform routing it is
-K / ep for each of those tokens. Messages are freed as soon as their rows are picked out. Rows with sentinels
-(`static_shapes`) go through the family's forward K times, wherever their experts are: `a` is n * K.
+K / ep for each of those tokens, and where rows are few, all that there can be (`pairs`). Messages are freed as soon as
+their rows are picked out.
 """
 
 from __future__ import annotations

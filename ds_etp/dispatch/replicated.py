@@ -7,27 +7,32 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ds_etp.dispatch.base import DispatchOutput, TokenDispatcher
+from ds_etp.dispatch.base import PLAIN, DispatchOptions, DispatchOutput, TokenDispatcher
 from ds_etp.parallel import autograd as c
 from ds_etp.parallel.collectives import balanced_splits, block_sizes
 
 
 class Replicated(TokenDispatcher):
-    """Needs `tp` to be a multiple of `ep * etp`; every shape is known, so nothing is exchanged but rows.
+    """Needs `tp` to be a multiple of `ep * etp`; nothing is exchanged but rows.
 
     Where a tensor-parallel group holds several sets of the experts, each takes its share of the tokens, and the results
     are gathered over the tensor-parallel group.
     """
 
-    knows_shapes = True
-
-    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, *, with_sentinels: bool = False) -> DispatchOutput:
+    def dispatch(
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        options: DispatchOptions = PLAIN,
+        again: DispatchOutput | None = None,
+    ) -> DispatchOutput:
         """See `TokenDispatcher.dispatch`. Forward: no message."""
         tp, expert_peers, tokens = self.groups.tp, self.groups.expert_model_parallel, len(x)
         if tp.size == expert_peers.size:
-            return self._to_local(x, index, weights, tokens, with_sentinels=with_sentinels, copied=expert_peers)
+            return self._to_local(x, index, weights, tokens, options, again=again, copied=expert_peers)
         x, index, weights = c.slice_replicated(tp, expert_peers, x, index, weights, reduce_dtype=self.reduce_dtype)
-        return self._to_local(x, index, weights, tokens, with_sentinels=with_sentinels)
+        return self._to_local(x, index, weights, tokens, options, again=again)
 
     def combine(self, partial: Tensor, rows: DispatchOutput, overlap_fn: c.OverlapFn = None) -> Tensor:
         """See `TokenDispatcher.combine`. Forward: an all-reduce, or a reduce-scatter and an all-gather over tp."""

@@ -15,10 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ds_etp.dispatch.masked_rows import as_ints
 from ds_etp.parallel.collectives import all_gather_single, balanced_splits
+from ds_etp.parallel.host import Ints, to_host
 from ds_etp.parallel.process_groups import ExpertGroups, ProcessGroupInfo
 from ds_etp.parallel.topology import Topology
 
@@ -112,18 +115,20 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class RoutingCounts:
-    """One call's token counts, alike on every expert rank.
+    """One call's token counts, on the host; the first two are alike on every expert rank.
 
     Attributes:
         owned: `[P]`, t by expert_mp_rank.
         rows: `[ep, etp, ep]`, by ep_rank and etp_rank of the owner: how many of its tokens have an expert on each
-            ep_rank. On the host.
-        assignments: `[ep]`, how many (token, expert) pairs there are on each ep_rank.
+            ep_rank.
+        num_assignments: (token, expert) pairs of all ranks' tokens and this ep_rank's experts.
+        experts: those of each local expert, where they were asked for.
     """
 
     owned: tuple[int, ...]
-    rows: Tensor
-    assignments: tuple[int, ...]
+    rows: Ints
+    num_assignments: int
+    experts: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -131,77 +136,95 @@ class CountsExchange:
     """All-gathers counts over `expert_model_parallel`: one message and one copy to the host.
 
     TP peers hold the same tokens and must have routed them alike; otherwise their sends and receives would not match.
-    Each rank sends a checksum of the counts it can see, and every rank compares all of them with the counts.
+    Each rank sends a checksum of its own counts, and the sum of those of all ranks whose tokens it holds; every rank
+    compares the two.
     """
 
     layout: RankLayout
     peers: ProcessGroupInfo
-    _weights: Tensor = field(init=False)  # [P, 2 ep]: make sums over counts differ when counts do, as good as always
-    _visible: Tensor = field(init=False)  # [P, P]: whose counts each rank has a checksum of
-    _own_weights: Tensor = field(init=False)
+    local_experts: int
+    _first_seen: Ints = field(init=False)  # [P]: the ranks whose counts each rank has a checksum of, from and up to
+    _last_seen: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        layout, size = self.layout, len(self.layout.ranks)
-        numbers = torch.arange(size * 2 * layout.ep) + 1
-        self._weights = numbers.mul(7919).remainder(1000003).view(size, 2 * layout.ep)
-        self._visible = torch.zeros(size, size, dtype=torch.int64)
-        for rank in range(size):
-            seen = layout.tp_local_to(rank) or range(rank, rank + 1)
-            self._visible[rank, seen.start : seen.stop] = 1
-        held = layout.held_ranks
-        self._own_weights = self._weights[held.start : held.stop]
+        layout = self.layout
+        # Runs of neighbours, as in `tp_local_to`, for all ranks at once.
+        batch = np.array(layout.ranks) // (1 if layout.topology.tp % layout.etp else layout.topology.tp)
+        self._first_seen, self._last_seen = (
+            np.searchsorted(batch, batch, "left"),
+            np.searchsorted(batch, batch, "right"),
+        )
 
-    def run(self, choices: Tensor, tokens: int) -> RoutingCounts:
+    def run(self, choices: Tensor, tokens: int, counted: Tensor | None = None) -> RoutingCounts:
         """Collective over the expert ranks. The one host sync of a call.
 
         Args:
             choices: `[rows, ep]`, how many experts on each ep_rank a row of `held_rows` has.
             tokens: T.
+            counted: `[t, K]`, the experts of this rank's own tokens, where those of each expert are to be counted.
 
         Raises:
             RuntimeError: on every expert rank, where tensor-parallel peers have routed the same tokens differently.
         """
-        layout, held = self.layout, self.layout.held_ranks
+        layout, held, size = self.layout, self.layout.held_ranks, self.peers.size
         sizes = [len(layout.owned(tokens, rank)) for rank in held]
         counts = torch.stack([part.sum(0) for part in torch.cat([choices > 0, choices], 1).split(sizes)])
-        if self._own_weights.device != counts.device:
-            self._own_weights = self._own_weights.to(counts.device)
+        # Weights make sums over counts differ when counts do, as good as always.
+        first, last = held.start * 2 * layout.ep, held.stop * 2 * layout.ep
+        weights = torch.arange(first + 1, last + 1, device=counts.device).mul(7919).remainder(1000003)
         own = held.index(layout.expert_mp_rank)
-        checksum = (counts * self._own_weights).sum()
-        row = torch.cat([checksum[None], counts.new_full((1,), sizes[own]), counts[own]])
-        gathered = row
-        if self.peers.size > 1:
-            gathered = row.new_empty(self.peers.size * len(row))
-            all_gather_single(gathered, row, group=self.peers.group)
-        table = gathered.view(self.peers.size, -1).cpu()
-        rows, pairs = table[:, 2:].split(layout.ep, 1)
-        expected = self._visible @ (table[:, 2:] * self._weights).sum(1)
-        if not torch.equal(table[:, 0], expected):
-            wrong = (table[:, 0] != expected).nonzero()[:, 0].tolist()
+        checksums = (counts * weights.view_as(counts)).sum(1)
+        row = [checksums.sum(0, keepdim=True), checksums[own, None], counts.new_full((1,), sizes[own]), counts[own]]
+        if counted is not None:
+            numbers = torch.arange(self.local_experts * layout.ep, device=counts.device)
+            row.append(torch.searchsorted(counted.flatten().sort().values, numbers, right=True))
+        gathered = message = torch.cat(row)
+        if size > 1:
+            gathered = message.new_empty(size * len(message))
+            all_gather_single(gathered, message, group=self.peers.group)
+        return self.read(to_host(gathered).reshape(size, -1))
+
+    def read(self, table: Ints) -> RoutingCounts:
+        """What the expert ranks' messages `[P, .]` say. On the host alone.
+
+        Raises:
+            RuntimeError: see `run`.
+        """
+        layout, ep = self.layout, self.layout.ep
+        before = np.concatenate([[0], table[:, 1].cumsum()])
+        expected = before[self._last_seen] - before[self._first_seen]
+        if not np.array_equal(table[:, 0], expected):
+            wrong = np.flatnonzero(table[:, 0] != expected).tolist()
             raise RuntimeError(
                 f"ranks {[layout.ranks[rank] for rank in wrong]} have routed tokens otherwise than their "
                 "tensor-parallel peers, which hold the same ones. Seed them alike, or turn off the router's noise."
             )
-        by_owner = rows.reshape(layout.ep, layout.etp, layout.ep)
-        return RoutingCounts(as_ints(table[:, 1]), by_owner, as_ints(pairs.sum(0)))
+        rows = table[:, 3 : 3 + ep].reshape(ep, layout.etp, ep)
+        pairs, ends = table[:, 3 + ep + layout.ep_rank], table[:, 3 + 2 * ep :].sum(0)
+        experts = None
+        if len(ends):
+            first = layout.ep_rank * self.local_experts
+            experts = as_ints(np.diff(ends, prepend=0)[first : first + self.local_experts])
+        return RoutingCounts(as_ints(table[:, 2]), rows, int(pairs.sum()), experts)
 
 
 @dataclass(frozen=True)
 class RoutingPlan:
     """One call of an all-to-all dispatcher: which rows go where, out to the experts and, summed, back.
 
-    Rows are counted in a buffer: the input rows (this rank's batch, or what its expt_tp group gathered), then what
-    was received. "Partial rows" are sums over experts on their way back; the first of them go over ep, the rest stay.
+    Rows are counted in a buffer: those of the input rows (this rank's batch, or what its expt_tp group gathered) that
+    experts here work on, then what was received; or in the inputs themselves, where no rank sends any. "Partial rows"
+    are sums over experts on their way back; the first of them go over ep, the rest stay.
 
     Attributes:
         tokens: T.
         gathers_inputs: rows that each expt_tp peer's share of the inputs is padded to, which are all-gathered over
             expt_tp first; None where the inputs are this rank's batch.
         own_rows: the rows of this rank's batch that it owns.
-        sends: whether any rank sends rows out at all.
-        send_rows: `[sum(input_splits)]`, buffer rows to send, by ep_rank.
+        local_rows: the input rows that the buffer starts with; None where the inputs are the buffer.
+        send_rows: `[sum(input_splits)]`, input rows to send, by ep_rank.
         input_splits, output_splits: rows out and in over ep.
-        received: rows of the buffer behind the inputs.
+        received: rows of the buffer behind the local ones.
         recv_padding: rows that each expt_tp peer's received rows are padded to, which are all-gathered over expt_tp;
             None where they are not shared.
         rows: `[n]`, the buffer rows that experts here work on.
@@ -222,7 +245,7 @@ class RoutingPlan:
     tokens: int
     gathers_inputs: int | None
     own_rows: range
-    sends: bool
+    local_rows: Tensor | None
     send_rows: Tensor
     input_splits: tuple[int, ...]
     output_splits: tuple[int, ...]
@@ -239,59 +262,3 @@ class RoutingPlan:
     staying_rows: Tensor | None
     returned_rows: Tensor
     reduce_splits: tuple[int, ...] | None
-
-
-def expand_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The numbers of several ranges, one after the other: `[sum(lengths)]`, of two `[n]` on the host."""
-    before = lengths.cumsum(0) - lengths
-    total = int(lengths.sum())
-    return (starts - before).repeat_interleave(lengths, output_size=total) + torch.arange(total)
-
-
-def on_device(tables: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Index tables of the host on a device, in one copy that the host doesn't wait for."""
-    if device.type == "cpu":
-        return tables
-    packed = torch.cat(tables)
-    packed = packed.pin_memory() if device.type == "cuda" else packed
-    return list(packed.to(device, non_blocking=True).split([len(table) for table in tables]))
-
-
-@dataclass(frozen=True)
-class MaskedRows:
-    """Rows of a mask `[rows, ep]`, ep_rank by ep_rank.
-
-    Attributes:
-        rows: `[sum(counts)]`, row numbers of the mask, by ep_rank, then ascending.
-        counts: `[ep]`, how many of each, on the host.
-    """
-
-    rows: Tensor
-    counts: Tensor
-
-    @classmethod
-    def of(cls, ep_mask: Tensor, counts: Tensor) -> MaskedRows:
-        """The rows that are set in a mask whose column sums the host knows."""
-        return cls(torch.nonzero_static(ep_mask.t(), size=int(counts.sum()))[:, 1], counts)
-
-    def without(self, ep_ranks: range) -> Tensor:
-        """The rows of all ep_ranks but some neighbours."""
-        start, stop = int(self.counts[: ep_ranks.start].sum()), int(self.counts[: ep_ranks.stop].sum())
-        return self.rows if start == stop else torch.cat([self.rows[:start], self.rows[stop:]])
-
-    def at(self, ep_rank: int) -> Tensor:
-        """The rows of one."""
-        start = int(self.counts[:ep_rank].sum())
-        return self.rows[start : start + int(self.counts[ep_rank])]
-
-
-def zero_at(counts: Tensor, ep_ranks: range) -> Tensor:
-    """Counts `[ep, ...]` with none at some neighbours."""
-    zeroed = counts.clone()
-    zeroed[ep_ranks.start : ep_ranks.stop] = 0
-    return zeroed
-
-
-def as_ints(counts: Tensor) -> tuple[int, ...]:
-    """Counts `[n]` of the host as numbers."""
-    return tuple(counts.tolist())

@@ -1,4 +1,4 @@
-"""Source analysis of a decoder block's forward: whether its shared experts are called after the routed ones."""
+"""What the decoder block around routed experts tells: whether it calls shared experts after them, and K."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def find_shared_experts(block: nn.Module, experts: str) -> str:
     ]
     fitting = [name for name in names if _called_after_experts(block, experts, name)]
     return fitting[0] if len(fitting) == 1 else ""
+
+
+def top_k_of(block: nn.Module) -> int | None:
+    """How many experts a token chooses, where the block around them says so."""
+    top_k = getattr(block, "top_k", None)
+    return top_k if type(top_k) is int and top_k > 0 else None
 
 
 def _called_after_experts(block: nn.Module, experts: str, shared: str) -> bool:

@@ -1,4 +1,4 @@
-"""Builds the shard of each experts module as the config block asks: dispatcher, sentinels, recompute, overlap.
+"""Builds the shard of each experts module as the config block asks: dispatcher, recompute, overlap.
 
 Before that, it tells which groups dispatchers send over.
 """
@@ -19,16 +19,16 @@ from ds_etp.config.block import ExpertTensorParallelConfig
 from ds_etp.config.grouped_mm import GROUPED_MM_ALIGNMENT
 from ds_etp.dispatch.cost import DispatchChoice
 from ds_etp.dispatch.registry import DISPATCHERS
-from ds_etp.experts.blocks import find_shared_experts
+from ds_etp.experts.blocks import find_shared_experts, top_k_of
 from ds_etp.experts.layout import ExpertsLayout
-from ds_etp.experts.sharded import Shard, sharded_modules, uses_sentinels
+from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.experts.shared_overlap import SharedExpertOverlap, install_overlap
 from ds_etp.monitor.router_load import RouterLoad
 from ds_etp.parallel.process_groups import PRIVATE_KINDS, ExpertGroups
 from ds_etp.parallel.topology import GroupKind, Topology
 from ds_etp.patches.peft.expert_lora import plain_path
 from ds_etp.patches.transformers.experts_flags import experts_implementation
-from ds_etp.patches.transformers.experts_interface import enable_sentinels, is_aligned, skips_sentinels
+from ds_etp.patches.transformers.experts_interface import is_aligned
 from ds_etp.patches.transformers.grouped_mm import host_fault, sorted_forward
 from ds_etp.patches.versions import TRANSFORMERS_GROUPED_LINEAR, TRANSFORMERS_MAX
 
@@ -41,22 +41,22 @@ def make_shard(
     plan_name: str,
     block: ExpertTensorParallelConfig,
     shared_overlap: SharedExpertOverlap | None = None,
+    model: nn.Module | None = None,
 ) -> Shard:
-    """What one experts module is to know of itself, this rank's part and its dispatcher included."""
+    """What one experts module is to know of itself, this rank's part and its dispatcher included. `model` tells K."""
     plan_class = DISPATCHERS[plan_name]
     reduce_dtype = torch.float32 if block.reduce_dtype == "fp32" else None
-    static = block.static_shapes and plan_class.knows_shapes and enable_sentinels(module, groups.topology, layout)
     return Shard(
         path,
         layout,
         groups.topology,
         groups.ep.index,
         groups.expt_tp.index,
-        plan_class(groups, layout.num_experts, reduce_dtype, equal_batches=block.equal_batches),
-        skips_sentinels=skips_sentinels if static else None,
+        plan_class(groups, layout.num_experts, reduce_dtype),
         recompute=block.recompute,
         shared_overlap=shared_overlap,
         sorted_forward=sorted_forward if layout.adapter is None else None,
+        experts_per_token=None if model is None else top_k_of(model.get_submodule(plain_path(path).rpartition(".")[0])),
         router_load=RouterLoad(layout.num_experts) if block.monitor_router else None,
     )
 
@@ -144,13 +144,6 @@ def ineffective_options(model: nn.Module, block: ExpertTensorParallelConfig) -> 
             f"overlap has no effect on {alone[0]} ({len(alone)} in all): its block calls no shared experts after it, "
             "with its own input"
         )
-    waiting = [path for path, module in sharded_modules(model) if block.static_shapes and not uses_sentinels(module)]
-    if waiting:
-        yield (
-            f"static_shapes has no effect on {waiting[0]} ({len(waiting)} in all): it is for ep above 1, more than one "
-            "expert a rank, dispatchers replicated and allgather, transformers 5.18 or newer, and "
-            "experts_implementation grouped_mm or batched_mm"
-        )
 
 
 def experts_forwards(model: nn.Module) -> tuple[list[tuple[str, str]], str]:
@@ -175,7 +168,7 @@ def experts_forwards(model: nn.Module) -> tuple[list[tuple[str, str]], str]:
 def _gets_sorted_rows(module: Any) -> bool:
     """Whether dispatchers bring rows expert by expert to a sharded module that is called in the usual way."""
     shard: Shard = module.ds_etp_shard
-    return shard.topology.ep > 1 and shard.sorted_forward is not None and not uses_sentinels(module)
+    return shard.topology.ep > 1 and shard.sorted_forward is not None
 
 
 def _experts_forward(module: Any) -> str:

@@ -98,7 +98,6 @@ def choose_dispatchers(
             experts=layout.num_experts,
             ranks_per_node=ranks_per_node,
             inter_node_cost=block.inter_node_cost,
-            equal_batches=block.equal_batches,
         )
         for path, layout in layouts.items()
     }

@@ -11,19 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_etp import aliases
-from ds_etp.dispatch.base import DispatchOutput, TokenDispatcher
+from ds_etp.dispatch.base import DispatchOptions, DispatchOutput, TokenDispatcher
 from ds_etp.experts.graph_break import not_compiled
 from ds_etp.experts.layout import ExpertsLayout, full_shape
 from ds_etp.experts.shared_overlap import SharedExpertOverlap
 from ds_etp.monitor.router_load import RouterLoad
 from ds_etp.parallel.topology import Topology
+
+SortedForward = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,12 @@ class Shard:
         topology: the sizes it is split by.
         ep_index, etp_index: which shard this rank holds.
         dispatcher: how tokens reach it.
-        skips_sentinels: whether the family's forward now skips an index one above the last expert, as it may for some
-            experts implementations only; None: it never does.
         recompute: whether backward sends the rows again and runs the experts again, instead of keeping both.
         shared_overlap: the block's shared experts, where they overlap with the combine.
         sorted_forward: what the family's forward now is for rows that come expert by expert, without sorting them, if
-            it has such a thing; None: it never has.
+            it has such a thing; None: it never has. Its last argument says whether rows may be nobody's, behind all
+            others and with an index one above the last expert, which it then skips.
+        experts_per_token: K, where an adapter has to know.
         router_load: what counts tokens and rows, where the run shows them.
     """
 
@@ -51,10 +53,10 @@ class Shard:
     ep_index: int
     etp_index: int
     dispatcher: TokenDispatcher
-    skips_sentinels: Callable[[nn.Module], bool] | None = None
     recompute: bool = False
     shared_overlap: SharedExpertOverlap | None = None
-    sorted_forward: Callable[[Any], Callable[..., Tensor] | None] | None = None
+    sorted_forward: Callable[[Any], SortedForward | None] | None = None
+    experts_per_token: int | None = None
     router_load: RouterLoad | None = None
 
     def is_whole(self, name: str, parameter: nn.Parameter) -> bool:
@@ -79,6 +81,7 @@ class ShardedExperts:
     """
 
     ds_etp_shard: Shard
+    ds_etp_needs_counts: ClassVar[bool] = False  # whether `forward_rows` needs how many rows each expert has
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -120,11 +123,15 @@ class ShardedExperts:
                     "false"
                 )
             with local_weights():
-                rows = shard.dispatcher.dispatch(x, index, weights, with_sentinels=uses_sentinels(self))
+                forward = shard.sorted_forward(self) if shard.sorted_forward else None
+                options = DispatchOptions(forward is not None, self.ds_etp_needs_counts)
+                # In backward the same tokens go the way that is known.
+                rows = shard.dispatcher.dispatch(x, index, weights, options, noted[0] if noted else None)
                 if not noted:
                     noted.append(rows.without_tensors())
-                forward = shard.sorted_forward(self) if shard.sorted_forward and rows.by_expert else None
-                return (forward or self.local_experts_forward)(rows.x, rows.index, rows.weights)
+                if forward is not None and rows.by_expert:
+                    return forward(rows.x, rows.index, rows.weights, rows.has_sentinels)
+                return self.forward_rows(rows)
 
         if not (shard.recompute and torch.is_grad_enabled()):
             return run(x, index, weights), noted[0]
@@ -137,6 +144,10 @@ class ShardedExperts:
         for the duration of the forward is gone.
         """
         return nullcontext
+
+    def forward_rows(self, rows: DispatchOutput) -> Tensor:
+        """`local_experts_forward` of what was dispatched."""
+        return self.local_experts_forward(rows.x, rows.index, rows.weights)
 
     def local_experts_forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The family's own forward on rows `[a, H]` with local expert indices and weights `[a, k]`: `[a, H]`."""
@@ -156,12 +167,6 @@ def _weights_seen(module: Any) -> tuple[Any, ...]:
     """
     hiding = {name: id(value) for name, value in vars(module).items() if name in module._parameters}
     return type(module), hiding, {name: id(value) for name, value in module._parameters.items()}
-
-
-def uses_sentinels(module: Any) -> bool:
-    """Whether a sharded module's forward would now skip sentinels, the index of experts that are elsewhere."""
-    skips_sentinels = module.ds_etp_shard.skips_sentinels
-    return skips_sentinels is not None and skips_sentinels(module)
 
 
 def _rank0_only_param(name: str) -> property:

@@ -41,6 +41,16 @@ def pack_columns(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor
     return message
 
 
+def gather_columns(tensors: Sequence[Tensor], rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Some rows of tensors, as `pack_columns` packs them, read and written once. Not for autograd."""
+    columns, words = _columns(tensors)
+    message = tensors[0].new_empty(len(rows), words, dtype=torch.int64) if out is None else out
+    for tensor, (start, stop) in zip(tensors, columns, strict=True):
+        part = message.view(torch.uint8)[:, start:stop].view(tensor.dtype)
+        torch.index_select(tensor.reshape(len(tensor), _width(tensor)), 0, rows, out=part)
+    return message
+
+
 def packed_width(tensors: Sequence[Tensor]) -> int:
     """The words of a message row."""
     return _columns(tensors)[1]
@@ -71,14 +81,6 @@ def _width(tensor: Tensor) -> int:
 
 def _unpack(message: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(view.clone(memory_format=torch.contiguous_format) for view in unpack_views(message, like))
-
-
-def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers of several ranges, one after the other, as an index."""
-    runs = torch.tensor([*starts, *lengths], dtype=torch.int64).view(2, -1)
-    before = runs[1].cumsum(0) - runs[1]
-    index = (runs[0] - before).repeat_interleave(runs[1])
-    return (index + torch.arange(len(index))).to(device)
 
 
 def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], peers: ProcessGroupInfo) -> tuple[Tensor, ...]:

@@ -9,15 +9,24 @@ import pytest
 from benchmarks import node
 from benchmarks.__main__ import main
 from benchmarks.cases import cases, overlap_cases, plan_cases
+from benchmarks.routing import ORDERS, SIZES, host_rows
 from benchmarks.runs import Samples, ratio
 
 
 def test_a_run_writes_a_page_and_charts(tmp_path: Path) -> None:
-    parts = ["times", "overlap", "messages", "memory", "wire", "groups"]
+    parts = ["times", "overlap", "messages", "memory", "wire", "groups", "routing"]
     compared = ["transformers tp", "ds_etp tp = etp"]
     main(["--smallest", "--out", str(tmp_path), "--parts", *parts, "--cases", *compared])
     page = (tmp_path / "results.md").read_text()
-    for heading in ("Time of a step", "Overlap", "Messages", "Peak memory", "On the wire", "Growth of groups"):
+    for heading in (
+        "Time of a step",
+        "Overlap",
+        "Messages",
+        "Peak memory",
+        "On the wire",
+        "Growth of groups",
+        "Growth of routing on the host",
+    ):
         assert f"## {heading}" in page
     assert "ds_etp tp = etp (Replicated)" in page
     assert "failed" not in page and "Error" not in page
@@ -30,6 +39,13 @@ def test_the_node_script_runs_without_a_gpu(tmp_path: Path, capsys: pytest.Captu
     node.main(["--cpu", "--world", "1", "--rounds", "1", "--steps", "1", "--parts", "layers", "--out", str(tmp_path)])
     assert "One process" in capsys.readouterr().out
     assert "## Growth of a layer" in (tmp_path / "results.md").read_text()
+
+
+def test_routing_on_the_host_hardly_grows_with_ep() -> None:
+    """In vectors: sixteen times the ranks at no more than twice the time, which launches are most of. Measured: 1.2."""
+    small, _, large = host_rows("", list(SIZES), 100)
+    for order in ORDERS:
+        assert large[order] < 2 * small[order], f"{order}: {small[order]:.1e} and {large[order]:.1e} s"
 
 
 def test_ratios_are_of_steps_that_follow_each_other() -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as host
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_etp.dispatch.base import TokenDispatcher
 from ds_etp.parallel.process_groups import ExpertGroups
@@ -93,35 +90,3 @@ def run_whole(matrices: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]
 def data_rank(topology: Topology) -> int:
     """Which batch this process has."""
     return dist.get_rank() // topology.tp
-
-
-# Operators whose result has a shape that depends on values, beside an index of booleans.
-_SHAPED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::bincount", "aten::repeat_interleave")
-
-
-class NoReads(TorchDispatchMode):
-    """Raises where a number is read from a tensor, and counts operators whose result has a shape of its own."""
-
-    shapes = 0
-
-    def __enter__(self) -> NoReads:
-        def refuse(_: Tensor) -> Any:
-            raise AssertionError("a list is read from a tensor")
-
-        self._no_lists = mock.patch.object(Tensor, "tolist", refuse)
-        self._no_lists.start()
-        entered: NoReads = super().__enter__()
-        return entered
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._no_lists.stop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        assert name not in ("aten::_local_scalar_dense", "aten::item"), "a number is read from a tensor"
-        self.shapes += name in _SHAPED_BY_VALUES
-        if name.startswith(("aten::index", "aten::_index_put")):
-            masks = [part for part in args[1] if part is not None] if isinstance(args[1], list | tuple) else []
-            self.shapes += any(part.dtype in (torch.bool, torch.uint8) for part in masks)
-        return func(*args, **(kwargs or {}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,31 +145,3 @@ def test_peers_that_route_differently_are_stopped(launcher: Launcher) -> None:
     with pytest.raises(CaseFailed) as info:
         launcher.run(4, route_unlike_peers, timeout=60)
     assert str(info.value).count("have routed tokens otherwise than their tensor-parallel peers") == 4
-
-
-def run_equal_batches(lengths: list[tuple[int, int]]) -> list[Any]:
-    """Messages a layer sends forward, call by call."""
-    from benchmarks.recorder import record
-
-    topology = Topology(2, ep=2)
-    sent = []
-    with expert_groups(topology) as groups:
-        dispatcher = DISPATCHERS["allgather"](groups, EXPERTS, equal_batches=True)
-        for pair in lengths:
-            tokens = make_tokens(pair[dist.get_rank()], 2, EXPERTS, dist.get_rank())
-            with record() as recording:
-                dispatcher.dispatch(tokens.x, tokens.index, tokens.weights)
-            sent.append(recording.names)
-    return sent
-
-
-def test_equal_batches_exchange_no_sizes(launcher: Launcher) -> None:
-    """The promise is checked when a batch size is new; from then on rows are all that is sent."""
-    for sent in launcher.run(2, run_equal_batches, lengths=[(6, 6), (6, 6), (4, 4), (6, 6)]):
-        assert [len(names) for names in sent] == [2, 1, 2, 1]
-
-
-def test_unequal_batches_break_the_promise(launcher: Launcher) -> None:
-    with pytest.raises(CaseFailed) as info:
-        launcher.run(2, run_equal_batches, lengths=[(6, 5)], timeout=60)
-    assert str(info.value).count("but ranks [0, 1] bring [6, 5] tokens") == 2

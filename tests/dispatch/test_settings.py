@@ -1,4 +1,4 @@
-"""What a dispatcher does beside moving rows: the dtype of its sums, and what it asks of the host."""
+"""What a dispatcher does beside moving rows: the dtype of its sums, and that they are the same twice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ds_etp.dispatch.cost import tokens_are_replicated
 from ds_etp.dispatch.registry import DISPATCHERS
 from ds_etp.parallel.topology import Topology
 from tests.dispatch.layers import (
-    NoReads,
-    apply_experts,
     data_rank,
     expert_groups,
     make_experts,
@@ -59,43 +57,3 @@ def test_sums_in_fp32_are_closer(launcher: Launcher, sizes: tuple[int, int, int]
         for dispatcher, kinds in errors.items():
             for kind, (low, high) in kinds.items():
                 assert high < 0.97 * low, f"{dispatcher}: {kind} {high:.2e}, {low:.2e} in bf16"
-
-
-def count_host_syncs(name: str, sizes: tuple[int, int, int]) -> int:
-    """Waits for the device in one layer forward and backward, as CUDA would have them."""
-    tp, ep, etp = sizes
-    topology = Topology(dist.get_world_size(), tp=tp, ep=ep, etp=etp)
-    matrices = make_experts(EXPERTS, etp)
-    tokens = make_tokens(16, 2, EXPERTS, data_rank(topology))
-
-    with expert_groups(topology) as groups:
-        dispatcher = DISPATCHERS[name](groups, EXPERTS, equal_batches=True)
-        run_plan(dispatcher, matrices, tokens)  # checks that batches are equal
-        x, weights = tokens.leaves()
-        with NoReads() as reads:
-            rows = dispatcher.dispatch(x, tokens.index, weights)
-        first = groups.ep.index * dispatcher.local_experts
-        local = matrices[first : first + dispatcher.local_experts, groups.expt_tp.index]
-        partial = apply_experts(local, rows.x, rows.index, rows.weights)
-        with NoReads() as more:
-            y = dispatcher.combine(partial, rows)
-            y.backward(tokens.grad)
-    return reads.shapes + more.shapes
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "syncs"),
-    [
-        ("replicated", (4, 1, 4), 0),
-        ("replicated", (4, 1, 2), 0),
-        ("allgather", (1, 1, 4), 0),
-        ("allgather", (2, 1, 4), 0),
-        # Which of the rows are for local experts has no size that is known: one wait, as in the families' own loops,
-        # unless rows are marked (`test_static_shapes`).
-        ("replicated", (4, 2, 2), 1),
-        ("allgather", (1, 2, 2), 1),
-    ],
-    ids=str,
-)
-def test_known_shapes_need_no_host(launcher: Launcher, name: str, sizes: tuple[int, int, int], syncs: int) -> None:
-    assert launcher.run(4, count_host_syncs, name=name, sizes=sizes) == [syncs] * 4

@@ -16,16 +16,17 @@ from tests.sharded import Layout, make_engine, train, with_options
 from tests.tolerances import assert_same_bits
 
 
-@pytest.mark.sample("alltoall_etp_first", "allgather")
+@pytest.mark.sample("alltoall_etp_first", "allgather", "sentinels")
 @pytest.mark.parametrize(
-    ("dispatcher", "split", "stage", "recipe", "options"),
+    ("dispatcher", "split", "stage", "recipe"),
     [
-        ("alltoall", (1, 2, 2), 3, Recipe(lengths=(12, 5, 9, 3)), {}),
-        ("alltoall_etp_first", (2, 2, 2), 2, Recipe(checkpointing="reentrant", pinned=(0, 1)), {}),
-        ("allgather", (1, 2, 2), 1, Recipe("gpt_oss", implementation="grouped_mm"), {"static_shapes": True}),
-        ("replicated", (4, 1, 2), 0, Recipe("qwen3_moe", checkpointing="plain", frozen="dense"), {}),
+        ("alltoall", (1, 2, 2), 3, Recipe(lengths=(12, 5, 9, 3))),
+        ("alltoall_etp_first", (2, 2, 2), 2, Recipe(checkpointing="reentrant", pinned=(0, 1))),
+        ("allgather", (1, 2, 2), 1, Recipe("gpt_oss", implementation="grouped_mm")),
+        ("replicated", (4, 1, 2), 0, Recipe("qwen3_moe", checkpointing="plain", frozen="dense")),
+        ("allgather", (4, 2, 2), 2, Recipe("gpt_oss", implementation="grouped_mm")),  # with sentinels
     ],
-    ids=["alltoall", "alltoall_etp_first", "allgather", "replicated"],
+    ids=["alltoall", "alltoall_etp_first", "allgather", "replicated", "sentinels"],
 )
 def test_not_a_bit_differs(
     launcher: Launcher,
@@ -33,14 +34,12 @@ def test_not_a_bit_differs(
     split: tuple[int, int, int],
     stage: int,
     recipe: Recipe,
-    options: dict[str, bool],
 ) -> None:
     tp, etp, ep = split
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dispatcher=dispatcher)
     recipe = replace(recipe, dp=layout.dp, steps=2)
     kept, again = (
-        launcher.run(4, train, recipe=recipe, layout=with_options(layout, recompute=on, **options))[0]
-        for on in (False, True)
+        launcher.run(4, train, recipe=recipe, layout=with_options(layout, recompute=on))[0] for on in (False, True)
     )
     assert_same_bits(kept, again)
 

@@ -29,6 +29,13 @@ def test_keys_of_the_block(old: dict[str, Any], new: dict[str, Any]) -> None:
     assert block == parse_block({"expert_tensor_parallel": new})
 
 
+@pytest.mark.parametrize("key", ["equal_batches", "static_shapes"])
+def test_keys_without_effect(key: str) -> None:
+    with pytest.warns(FutureWarning, match=rf"expert_tensor_parallel\.{key} has no effect any more"):
+        block = parse_block({"expert_tensor_parallel": {key: True, "ep_size": 2}})
+    assert block == parse_block({"expert_tensor_parallel": {"ep_size": 2}})
+
+
 def test_both_names_of_a_key() -> None:
     block = {"plan": "allgather", "dispatcher": "alltoall"}
     with pytest.raises(ConfigError, match=r"plan='allgather' is the old name of 'dispatcher', which is there too"):

@@ -57,7 +57,7 @@ HOST_GROUPS_USERS = ("ds_etp.parallel.process_groups", "ds_etp.patches")
 # Private names of torch, which is no host: its releases keep them, as half of all libraries use them.
 TORCH_NAMES = {
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_version"),
-    *("_make_wrapper_subclass", "_schema", "_to_copy", "_unsafe_view"),
+    *("_make_wrapper_subclass", "_schema", "_to_copy", "_assert_async", "_unsafe_view"),
     *("_C", "_current_graph_task_id"),
 }
 

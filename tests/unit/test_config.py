@@ -27,9 +27,8 @@ from ds_etp.errors import ConfigError
 from ds_etp.parallel.topology import Topology
 
 KEYS = (
-    "Keys that work: enabled, etp_size, ep_size, dispatcher, reduce_dtype, equal_batches, static_shapes, recompute, "
-    "overlap, replicate_lm_head, replica_check_interval, allow_optimizer, monitor_router, monitor_interval, async_save, "
-    "inter_node_cost."
+    "Keys that work: enabled, etp_size, ep_size, dispatcher, reduce_dtype, recompute, overlap, replicate_lm_head, "
+    "replica_check_interval, allow_optimizer, monitor_router, monitor_interval, async_save, inter_node_cost."
 )
 ETP_RULE = 'is not a size: a whole number of at least 1 is needed. Values that work: "auto" (= tp), 1, 2, 3, ....'
 EP_RULE = "is not a size: a whole number of at least 1 is needed. Values that work: 1, 2, 3, ...."
@@ -73,8 +72,6 @@ def test_an_empty_block_is_on_with_defaults() -> None:
         "ep_size": 1,
         "dispatcher": "auto",
         "reduce_dtype": "auto",
-        "equal_batches": False,
-        "static_shapes": False,
         "recompute": False,
         "overlap": False,
         "replicate_lm_head": "auto",
@@ -130,8 +127,8 @@ def test_none_when_absent_or_off(ds_config: dict[str, object]) -> None:
         ({"enabled": 1}, "expert_tensor_parallel.enabled=1 is not a boolean. Values that work: true, false."),
         ({"dispatcher": "ring"}, f"expert_tensor_parallel.dispatcher='ring' {DISPATCHER_RULE}"),
         (
-            {"equal_batches": 1},
-            "expert_tensor_parallel.equal_batches=1 is not a boolean. Values that work: true, false.",
+            {"recompute": 1},
+            "expert_tensor_parallel.recompute=1 is not a boolean. Values that work: true, false.",
         ),
         ({"inter_node_cost": 0.5}, f"expert_tensor_parallel.inter_node_cost=0.5 {WEIGHT_RULE}"),
         ({"inter_node_cost": "8"}, f"expert_tensor_parallel.inter_node_cost='8' {WEIGHT_RULE}"),

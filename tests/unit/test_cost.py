@@ -162,9 +162,10 @@ def test_auto(sizes: tuple[int, int, int], per_token: int, dispatcher: str) -> N
     assert choose_dispatcher(layout(*sizes), per_token=per_token).dispatcher == dispatcher
 
 
-def test_equal_batches_save_a_message() -> None:
-    assert choose_dispatcher(Topology(2, ep=2), per_token=8).dispatcher == "alltoall"
-    assert choose_dispatcher(Topology(2, ep=2), per_token=8, equal_batches=True).dispatcher == "allgather"
+def test_peers_of_one_batch_save_a_message() -> None:
+    """They know each other's sizes: all others tell them, forward."""
+    alone, peers = (comm_volume("allgather", Topology(2, tp=tp, ep=2), per_token=8).collectives for tp in (1, 2))
+    assert (alone, peers) == (5, 4 + 2)  # the two of tp
 
 
 def test_a_slow_network_keeps_rows_inside_nodes() -> None:

@@ -29,8 +29,8 @@ FOUR = [mask([0], [1]), mask([0, 1]), mask([1]), mask([0], [0], [1])]
 
 
 def counts_of(topology: Topology, masks: list[Tensor]) -> RoutingCounts:
-    rows = torch.stack([own.sum(0) for own in masks]).view(topology.ep, topology.etp, topology.ep)
-    return RoutingCounts(tuple(map(len, masks)), rows, (11, 12))  # as many assignments as no plan works out itself
+    rows = torch.stack([own.sum(0) for own in masks]).view(topology.ep, topology.etp, topology.ep).numpy()
+    return RoutingCounts(tuple(map(len, masks)), rows, 11)  # as many assignments as no plan works out itself
 
 
 def as_literals(plan: RoutingPlan) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def test_two_ranks() -> None:
         "tokens": 3,
         "gathers_inputs": None,
         "own_rows": range(0, 3),
-        "sends": True,
+        "local_rows": [0, 1],
         "send_rows": [1, 2],
         "input_splits": (0, 2),
         "output_splits": (0, 2),
         "received": 2,
         "recv_padding": None,
-        "rows": [0, 1, 3, 4],
+        "rows": [0, 1, 2, 3],
         "num_assignments": 11,
         "partial_rows": [2, 3, 0, 1],
         "num_partial_rows": 5,
@@ -70,7 +70,9 @@ def test_two_ranks() -> None:
     }
     other = ep_first_plan(layout_of(topology, 1), counts_of(topology, TWO), 2, TWO[1])
     assert other.input_splits == other.output_splits == (2, 0)
-    assert (other.rows.tolist(), other.partial_rows.tolist()) == ([0, 2, 3], [2, 0, 1])
+    assert other.local_rows is not None
+    assert (other.local_rows.tolist(), other.rows.tolist()) == ([0], [0, 1, 2])
+    assert other.partial_rows.tolist() == [2, 0, 1]
 
 
 def test_ep_first_with_other_batches_on_expt_tp_peers() -> None:
@@ -79,8 +81,8 @@ def test_ep_first_with_other_batches_on_expt_tp_peers() -> None:
     plan = as_literals(ep_first_plan(layout_of(topology, 0), counts_of(topology, FOUR), 2, FOUR[0]))
     assert (plan["send_rows"], plan["input_splits"], plan["output_splits"]) == ([0, 1], (1, 1), (1, 0))
     assert (plan["recv_padding"], plan["received"]) == (3, 6)
-    # Its own row 0 arrives in row 2; rank 1's token in row 5, rank 3's two in rows 6 and 7.
-    assert plan["rows"] == [2, 5, 6, 7]
+    # No row is local. Its own row 0 arrives in row 0; rank 1's token in row 3, rank 3's two in rows 4 and 5.
+    assert (plan["local_rows"], plan["rows"]) == ([], [0, 3, 4, 5])
     # Sections of three rows by etp_rank of the owner; in the second rank 3's two, then rank 1's, which stays.
     assert (plan["partial_rows"], plan["num_partial_rows"], plan["reduce_padding"]) == ([0, 5, 3, 4], 6, 3)
     assert (plan["combine_input_splits"], plan["combine_output_splits"]) == ((0, 0), (0, 1))
@@ -93,7 +95,8 @@ def test_etp_first_with_other_batches_on_expt_tp_peers() -> None:
     plan = as_literals(etp_first_plan(layout_of(topology, 0), counts_of(topology, FOUR), 2, torch.cat(FOUR[:2])))
     assert (plan["gathers_inputs"], plan["recv_padding"], plan["reduce_padding"]) == (2, None, None)
     assert (plan["send_rows"], plan["input_splits"], plan["output_splits"]) == ([1, 2], (0, 2), (0, 2))
-    assert (plan["rows"], plan["partial_rows"], plan["num_partial_rows"]) == ([0, 2, 4, 5], [2, 4, 0, 1], 5)
+    assert (plan["local_rows"], plan["rows"]) == ([0, 2], [0, 1, 2, 3])
+    assert (plan["partial_rows"], plan["num_partial_rows"]) == ([2, 4, 0, 1], 5)
     assert (plan["returned_rows"], plan["num_own_rows"], plan["reduce_splits"]) == ([1, 2], 3, (2, 1))
 
 
@@ -107,7 +110,8 @@ def test_tokens_of_tp_local_ranks_are_taken_from_the_batch(make_plan: Any) -> No
     first = make_plan is ep_first_plan
     assert plan["send_rows"] == ([1] if first else [1, 2])  # its own token, or those of both
     assert plan["input_splits"] == ((0, 1) if first else (0, 2))
-    assert plan["rows"] == ([0, 2, 5, 6] if first else [0, 2, 3, 4])
+    assert plan["local_rows"] == [0, 2]
+    assert plan["rows"] == ([0, 1, 4, 5] if first else [0, 1, 2, 3])
     assert plan["partial_rows"] == ([0, 5, 3, 4] if first else [2, 4, 0, 1])
 
 
@@ -115,5 +119,5 @@ def test_nothing_is_sent_where_all_ranks_are_tp_local() -> None:
     topology = Topology(4, tp=4, ep=2, etp=2)
     for make_plan in (ep_first_plan, etp_first_plan):
         plan = make_plan(layout_of(topology, 2), counts_of(topology, FOUR), 7, torch.cat(FOUR))
-        assert (plan.sends, plan.received, sum(plan.input_splits), sum(plan.output_splits)) == (False, 0, 0, 0)
+        assert (plan.local_rows, plan.received, sum(plan.input_splits), sum(plan.output_splits)) == (None, 0, 0, 0)
         assert plan.rows.tolist() == [1, 2, 3, 6]  # of seven tokens, those that need ep_rank 1

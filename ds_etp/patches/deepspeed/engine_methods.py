@@ -16,7 +16,7 @@ from ds_etp.checkpoint.api import finish_save_alone, load_checkpoint, save_check
 from ds_etp.checkpoint.export_api import consolidated_state_dict, write_model
 from ds_etp.checkpoint.hub import WEIGHTS
 from ds_etp.log import logger
-from ds_etp.patches.accelerate import install_save_state
+from ds_etp.patches.accelerate.state_dict import install_save_state
 from ds_etp.patches.base import override
 from ds_etp.patches.deepspeed.engine import raw_config
 from ds_etp.patches.deepspeed.overrides import on_destroy

@@ -1,4 +1,4 @@
-"""transformers' experts interface (5.0 to 5.24): implementation, K, sentinels, and models it has split itself."""
+"""transformers' experts interface (5.0 to 5.24): implementation, K, and models it has split itself."""
 
 from __future__ import annotations
 
@@ -63,31 +63,3 @@ def refuse_split_model(model: nn.Module) -> None:
             f"in from_pretrained has split {type(model).__name__} already",
             works="no tp_plan: set tensor_parallel.autotp_size and expert_tensor_parallel in the DeepSpeed config",
         )
-
-
-# Experts implementations that take an expert index >= num_experts as a sentinel where the module's
-# `_is_expert_parallel` is set: the (token, expert) row is not multiplied, and its output and gradient are zero
-# (transformers 5.18 to 5.24). 5.8 to 5.17 let uninitialised rows into the gradient of a gate's bias; before 5.8 such
-# rows are not zeroed at all.
-_SKIPS_SENTINELS = ("grouped_mm", "batched_mm")
-
-
-def enable_sentinels(module: Any, topology: Topology, layout: ExpertsLayout) -> bool:
-    """Sets `_is_expert_parallel` on an experts module, so that indices of other ranks' experts are sentinels.
-
-    Not with one local expert: `grouped_mm`'s histogram of expert indices would then read its range from the device, a
-    host sync.
-
-    Returns:
-        Whether the module's class knows sentinels, and now uses them.
-    """
-    can = hasattr(module, "_is_expert_parallel") and layout.adapter is None
-    if not can or topology.ep == 1 or layout.num_experts == topology.ep:
-        return False
-    module._is_expert_parallel = True
-    return True
-
-
-def skips_sentinels(module: nn.Module) -> bool:
-    """Whether the experts implementation that the module's config names now skips sentinels."""
-    return experts_implementation(module) in _SKIPS_SENTINELS

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
-from ds_etp.experts.sharded import ShardedExperts
+from ds_etp.experts.sharded import ShardedExperts, SortedForward
 from ds_etp.patches.transformers.experts_flags import experts_implementation
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ARGUMENTS = ["input", "weight", "offs", "bias", "is_transposed"]
 _NAMES = ("_grouped_linear", "grouped_mm_experts_forward", "ALL_EXPERTS_FUNCTIONS", "use_experts_implementation")
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -61,8 +60,8 @@ def _family_forward(module: nn.Module) -> Any:
     return next(vars(kind)["forward"] for kind in families if "forward" in vars(kind))
 
 
-def sorted_forward(module: nn.Module) -> Forward | None:
-    """`forward(x [a, H], index [a, 1], weights [a, 1])` to `[a, H]`, for rows in the order of their local index.
+def sorted_forward(module: nn.Module) -> SortedForward | None:
+    """`forward(x [a, H], index [a, 1], weights [a, 1], has_sentinels)` to `[a, H]`, for rows by their local index.
 
     None where the module would not run transformers' own `grouped_mm` now, or does something of its own beside it.
     """
@@ -76,7 +75,7 @@ def sorted_forward(module: nn.Module) -> Forward | None:
         or getattr(module, "has_post_expert_norm", False)
     ):
         return None
-    return lambda x, index, weights: _forward(module, linear, x, index, weights)
+    return lambda x, index, weights, has_sentinels: _forward(module, linear, x, index, weights, has_sentinels)
 
 
 def host_fault() -> str:
@@ -106,15 +105,23 @@ def host_fault() -> str:
     return f"puts no {', '.join(missing)} on experts modules" if missing else ""
 
 
-def _forward(module: Any, linear: Callable[..., Tensor], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def _forward(
+    module: Any, linear: Callable[..., Tensor], x: Tensor, index: Tensor, weights: Tensor, has_sentinels: bool
+) -> Tensor:
     expert = index[:, 0].contiguous()
     numbers = torch.arange(module.num_experts, device=x.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
+    # Sentinels are behind the last expert's rows, where grouped multiplications write nothing: what is there has to be
+    # taken out after each, and in backward before each (the same masks).
+    nobodys = index >= module.num_experts if has_sentinels else None
+    if nobodys is not None:
+        expert, x = expert.clamp(max=module.num_experts - 1), x.masked_fill(nobodys, 0)
     first, gated = ("gate_up_proj", module._apply_gate) if module.has_gate else ("up_proj", module.act_fn)
 
     def project(name: str, rows: Tensor) -> Tensor:
         bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-        return linear(rows, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed)
+        out = linear(rows, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed)
+        return out if nobodys is None else out.masked_fill(nobodys, 0)
 
     out = project("down_proj", gated(project(first, x))) * weights
     return out.to(x.dtype)
