@@ -16,7 +16,7 @@ from ds_etp.cli.report_chart import loads_of, panels
 from ds_etp.errors import ConfigError
 from ds_etp.monitor.read import read_report
 from ds_etp.monitor.router_load import RouterLoad, expert_counts
-from tests.dispatch.layers import NoReads
+from tests.dispatch.host_syncs import HostSyncs
 from tests.launcher import Launcher
 from tests.monitor.runs import shown, train_shown, written
 from tests.oracle import Recipe
@@ -123,21 +123,21 @@ def test_no_run_and_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_counter_asks_nothing_of_the_device() -> None:
     torch.manual_seed(0)
     index, weight = torch.randint(0, 9, (50, 3)), torch.ones(1, requires_grad=True)  # 7 and 8 are no experts
-    expected = torch.bincount(index.flatten(), minlength=9)[:7]
+    expected, tokens = torch.bincount(index.flatten(), minlength=9)[:7], torch.ones(50, 1)
     load = RouterLoad(7)
     copied = copy.deepcopy(load)
-    with NoReads() as reads:
+    with HostSyncs(index, weight, tokens) as syncs:
         for _ in range(2):
-            output = weight * torch.ones(50, 1)
+            output = weight * tokens
             load.observe(index, output, rows_sent=5)
-            output.sum().backward()
-        load.observe(index, weight * torch.ones(50, 1), rows_sent=5)  # nobody trains on it
+            output.backward(tokens)
+        load.observe(index, weight * tokens, rows_sent=5)  # nobody trains on it
         with torch.no_grad():
-            load.observe(index, weight * torch.ones(50, 1), rows_sent=5)
-    assert reads.shapes == 0
-    counts, tokens, rows = load.take(torch.device("cpu"))
-    assert torch.equal(counts, 2 * expected) and (tokens, rows) == (100, 10)
+            load.observe(index, weight * tokens, rows_sent=5)
+    assert syncs.found == []
+    counts, owned, rows = load.take(torch.device("cpu"))
+    assert torch.equal(counts, 2 * expected) and (owned, rows) == (100, 10)
     assert torch.equal(expert_counts(index, 7), expected)
     for other in (load, copied):
-        counts, tokens, rows = other.take(torch.device("cpu"))
-        assert counts.sum() == tokens == rows == 0
+        counts, owned, rows = other.take(torch.device("cpu"))
+        assert counts.sum() == owned == rows == 0
