@@ -243,10 +243,10 @@ def write_weights(
                 failure = error
     except BaseException:
         if target is not None:
-            target.abandon()
+            target.discard()
         raise
     if target is not None and failure is not None:
-        target.abandon()
+        target.discard()
     what = f"writing a model to {folder}"
     if live:
         raise_if_any_failed(what, failure)

@@ -181,7 +181,7 @@ class HubFolder:
                 path.unlink()
         sync_folder(self._folder)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Ends the writer thread, and takes away the file that is in writing."""
         self._queue.stop()
         if self._open is not None:

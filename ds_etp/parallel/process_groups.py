@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch.distributed as dist
 from deepspeed.utils import groups as host
@@ -142,6 +143,14 @@ class ExpertGroups:
             group = make_group(self.topology, kind)
             self._private.append(group)
         return self._peers(kind, rank, group)
+
+    def require(self, kind: Literal["expt_tp", "ep"]) -> ProcessGroupInfo:
+        """The peers of one of `PRIVATE_KINDS`, with their group, for others than dispatchers. Collective."""
+        peers: ProcessGroupInfo = getattr(self, kind)
+        if peers.size > 1 and peers._group is None:
+            peers = self._private_peers(kind, dist.get_rank(), (kind,))
+            setattr(self, kind, peers)
+        return peers
 
     def _register_with_deepspeed(self) -> _RegisteredGroups:
         topology, rank = self.topology, dist.get_rank()

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from ds_etp.config import host_keys
+from ds_etp.config.deepspeed import BLOCK
 from ds_etp.config.host_keys import TESTED, WITHOUT_EFFECT, ineffective, is_decided, rules_for
 from ds_etp.config.host_rules import HOST_RULES, REMOVED_BLOCKS, REMOVED_ZERO_KEYS
 from tests.launcher import Launcher
@@ -150,7 +151,7 @@ def test_every_field_is_decided(block: str) -> None:
 def test_every_key_that_is_read_is_decided() -> None:
     asked = asked_while_read()
     assert {"gradient_accumulation_steps", "torch_autocast.dtype", "checkpoint.writer.type"} <= asked  # it does listen
-    assert_decided(asked - NOT_OPTIONS)
+    assert_decided(asked - NOT_OPTIONS - {BLOCK})  # ours, which patches ask for that other tests have put there
 
 
 @pytest.mark.sample(0)
@@ -158,7 +159,7 @@ def test_every_key_that_is_read_is_decided() -> None:
 def test_every_key_that_an_engine_asks_for_is_decided(launcher: Launcher, tmp_path: Path, stage: int) -> None:
     asked = launcher.run(1, asked_by_an_engine, stage=stage, folder=str(tmp_path))[0]
     assert {"sequence_parallel_size", "tensor_parallel", "gradient_clipping"} <= asked
-    assert_decided(asked - NOT_OPTIONS)
+    assert_decided(asked - NOT_OPTIONS - {BLOCK})  # ours, which patches ask for that other tests have put there
 
 
 def test_every_key_of_the_tables_is_deepspeeds() -> None:

@@ -126,7 +126,8 @@ def train_shown(recipe: Recipe, layout: Layout, stray: bool = True) -> list[floa
 def measured(engine: Any, recipe: Recipe, batch: dict[str, Any]) -> tuple[Any, float]:
     """The loss of a batch, and the rows that go over the experts' own groups meanwhile."""
     groups = engine.ds_etp.groups
-    own = {peers.group.group_name for peers in (groups.ep, groups.expt_tp, groups.expert_model_parallel) if peers.group}
+    made = [peers._group for peers in (groups.ep, groups.expt_tp, groups.expert_model_parallel)]
+    own = {group.group_name for group in made if group is not None}
     with record() as recording:
         loss = recipe.compute_loss(engine, batch)
     rows = 0.0

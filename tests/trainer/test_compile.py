@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ds_etp
 from tests.compiled import OURS, QUIET, Traced, dynamo
 from tests.launcher import Launcher
@@ -35,6 +37,7 @@ def compiled(job: Job, layout: Layout, folder: str) -> tuple[Outcome, Traced]:
         forget_host_state()
 
 
+@pytest.mark.full  # tracing takes ten seconds; what Trainer calls is what tests/parity/test_compile.py calls
 def test_equals_trainer_alone(launcher: Launcher, tmp_path: Path) -> None:
     layout = Layout(world=2, etp=2)
     job = Job(train=16, options=(("eval_strategy", "no"),))

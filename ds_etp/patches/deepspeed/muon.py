@@ -117,12 +117,13 @@ def prepare_muon(model: nn.Module, groups: ExpertGroups, uses_muon: Callable[[An
 
     Args:
         model: sharded; its parameters get marks.
-        groups: those of its engine.
+        groups: those of its engine. Collective over the world, where no dispatcher was to use the one over `expt_tp`.
         uses_muon: whether Muon steps a parameter; Adam, which goes with it, steps the others as they are.
 
     Raises:
         ConfigError: another DeepSpeed, or a matrix is split in a way that can't be undone.
     """
+    groups.require("expt_tp")
     found = list(_split_matrices(model, groups, uses_muon))
     if not found:
         return
