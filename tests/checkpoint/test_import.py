@@ -7,8 +7,6 @@ plain DeepSpeed.
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 
 from ds_etp.checkpoint import api as checkpoints
 from ds_etp.cli.main import main
+from ds_etp.errors import CheckpointError
 from tests.checkpoint.runs import BEFORE, OTHER_SEED, RECIPE, Steps, go, tensors_of
 from tests.launcher import Launcher
 from tests.oracle import Recipe
@@ -41,27 +40,32 @@ def plain(stage: int, *extra: tuple[str, Any], dtype: str = "fp32") -> Layout:
     return Layout(2, stage=stage, with_block=False, extra=extra, dtype=dtype)
 
 
+ADAMW = replace(RECIPE, dp=2)
+SGD = replace(RECIPE, dp=2, optimizer="sgd")
+TIED = (("tie_word_embeddings", True),)
+
+
 @dataclass(frozen=True)
 class Case:
     """A run of plain DeepSpeed and the layout that goes on; of None only the imported files are compared."""
 
     before: Layout
     after: Layout | None = None
-    recipe: Recipe = replace(RECIPE, dp=2)
+    recipe: Recipe = ADAMW
     groups: bool = False  # two optimizer groups
+    round_robin: bool = False  # which ds_etp's own save refuses
     loss: float = LOSS
     norm: float = NORM
     tensor: float = TENSOR
 
 
-SGD = replace(RECIPE, dp=2, optimizer="sgd")
-TIED = (("tie_word_embeddings", True),)
 CASES = {
     "1 to etp2": Case(plain(1, SCHEDULER), Layout(2, etp=2, stage=2, extra=(SCHEDULER,)), groups=True),
     "2 momentum to ep2": Case(
         plain(2, MOMENTUM, zero(round_robin_gradients=True)),
         Layout(2, ep=2, stage=1, extra=(MOMENTUM,)),
         replace(SGD, changes=TIED),
+        round_robin=True,
     ),
     "3 to tp2etp2": Case(plain(3), Layout(4, tp=2, etp=2, stage=1)),
     # Many flat tensors in each of two optimizer groups.
@@ -118,11 +122,16 @@ def train_plain(case: Case, theirs: str, ours: str) -> Steps:
     assert "ds_etp" not in vars(engine)
     go(engine, case.recipe, case.before, 0, BEFORE)
     engine.save_checkpoint(theirs, client_state=CLIENT)
-    checkpoints.save_checkpoint(engine, ours, client_state=CLIENT)
+    if case.round_robin:
+        with pytest.raises(CheckpointError, match="round_robin_gradients"):
+            checkpoints.save_checkpoint(engine, ours)
+    else:
+        checkpoints.save_checkpoint(engine, ours, client_state=CLIENT)
     steps = Steps()
     if case.after is not None:
         steps = go(engine, case.recipe, case.before, BEFORE, AFTER)
-        steps.tensors = full_tensors(engine, weight)
+        # With fp32 the weights that compute are the masters, which DeepSpeed's accessor misses after round robin.
+        steps.tensors = full_tensors(engine, (lambda parameter: parameter.data) if case.round_robin else weight)
     engine.destroy()
     return steps
 
@@ -146,6 +155,22 @@ def index_of(folder: Path) -> dict[str, Any]:
     return content
 
 
+def assert_same_checkpoints(imported: Path, ours: Path) -> None:
+    """All that a load takes from them, bit for bit."""
+    got, wanted = index_of(imported), index_of(ours)
+    for entry in ("layout", "engine", "tied", "frozen", "excluded", "fingerprint"):
+        assert got[entry] == wanted[entry], entry
+    assert list(got["parameters"]) == list(wanted["parameters"])
+    for entry in ("groups", "group_of", "scalars"):
+        assert got["optimizer"][entry] == wanted["optimizer"][entry], entry
+    tensors, truth = tensors_of(imported), tensors_of(ours)
+    assert set(tensors) == set(truth)
+    for key, tensor in truth.items():
+        assert tensors[key].dtype == tensor.dtype and torch.equal(tensors[key], tensor), key
+    states = [torch.load(folder / "state.pt", weights_only=True) for folder in (imported, ours)]
+    assert str(states[0]) == str(states[1])
+
+
 @pytest.mark.sample("1 to etp2", "2 momentum to ep2", "3 to tp2etp2", "3 momentum to etp2", "3 frozen, buffers")
 @pytest.mark.parametrize("name", CASES)
 def test_goes_on(launcher: Launcher, tmp_path: Path, name: str) -> None:
@@ -155,22 +180,8 @@ def test_goes_on(launcher: Launcher, tmp_path: Path, name: str) -> None:
     assert main(["import", str(theirs), str(imported)]) == 0
     assert (imported / "latest").read_text() == tag
 
-    got, wanted = index_of(imported / tag), index_of(ours / tag)
-    for entry in ("layout", "engine", "tied", "frozen", "excluded", "fingerprint"):
-        if entry == "engine" and case.recipe.accumulate == 1:
-            assert got[entry] == wanted[entry]
-        else:
-            assert got[entry] == wanted[entry], entry
-    assert list(got["parameters"]) == list(wanted["parameters"])
-    for entry in ("groups", "group_of", "scalars"):
-        assert got["optimizer"][entry] == wanted["optimizer"][entry], entry
-    tensors, truth = tensors_of(imported / tag), tensors_of(ours / tag)
-    assert set(tensors) == set(truth)
-    for key, tensor in truth.items():
-        assert tensors[key].dtype == tensor.dtype and torch.equal(tensors[key], tensor), key
-    states = [torch.load(folder / tag / "state.pt", weights_only=True) for folder in (imported, ours)]
-    assert str(states[0]) == str(states[1])
-
+    if not case.round_robin:
+        assert_same_checkpoints(imported / tag, ours / tag)
     if case.after is None:
         return
     for steps in launcher.run(case.after.world, go_on, case=case, folder=str(imported)):
