@@ -134,9 +134,11 @@ def _load(path: Path, trust_pickle: bool) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from error
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found is None:
+            raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
         raise CheckpointError(
-            f"{path} holds {found.group(1) if found else 'an object'}, which only running code from the file could "
-            "restore. If you trust whoever wrote it, pass --trust-pickle (trust_pickle=True)."
+            f"{path} holds {found.group(1)}, which only running code from the file could restore. If you trust whoever "
+            "wrote it, pass --trust-pickle (trust_pickle=True)."
         ) from error
     except (OSError, RuntimeError, EOFError, ImportError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error

@@ -28,6 +28,7 @@ from ds_etp.checkpoint.save import serialized_state
 from ds_etp.checkpoint.save_plan import TensorMetadata
 from ds_etp.checkpoint.writer import TensorEntry, TensorFile
 from ds_etp.errors import CheckpointError
+from ds_etp.log import logger
 
 # What DeepSpeed saves beside the client state, in one dict with it.
 _OWN_ENTRIES = {
@@ -177,7 +178,19 @@ def _frozen_dtype(files: DeepSpeedFiles, name: str) -> torch.dtype:
 def _state(files: DeepSpeedFiles) -> dict[str, Any]:
     model = files.models[0]
     helpers = {name: model[name] for name in _HELPERS if model.get(name) is not None}
-    return {"client_state": {key: value for key, value in model.items() if key not in _OWN_ENTRIES}, **helpers}
+    client_state = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
+    objects = [key for key, value in client_state.items() if not _is_plain(value)]
+    if objects:  # only where the files were trusted
+        logger().warning("%s: objects in the client state are left out: %s", files.folder, ", ".join(objects))
+    return {"client_state": {key: value for key, value in client_state.items() if key not in objects}, **helpers}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        serialized_state({"value": value})
+    except CheckpointError:
+        return False
+    return True
 
 
 def _engine(files: DeepSpeedFiles) -> dict[str, Any]:
