@@ -25,7 +25,7 @@ from ds_etp.errors import CheckpointError
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*_optim_states\.pt")
 _PIPELINE_FILE = re.compile(r"layer_\d+-.*model_states\.pt")
-_AUTOEP = ("ds_autoep_layers", "_autoep_layers", "autoep_layers")
+_AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
 class _LossScaler:
@@ -141,7 +141,7 @@ def _load(path: Path, trust_pickle: bool) -> dict[str, Any]:
             "wrote it, pass --trust-pickle (trust_pickle=True)."
         ) from error
     except (OSError, RuntimeError, EOFError, ImportError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path} is damaged or can't be read: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not a dict")
     return content

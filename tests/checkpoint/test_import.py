@@ -37,8 +37,8 @@ def zero(**keys: Any) -> tuple[str, Any]:
     return "zero_optimization", keys
 
 
-def plain(stage: int, *extra: tuple[str, Any], dtype: str = "fp32") -> Layout:
-    return Layout(2, stage=stage, with_block=False, extra=extra, dtype=dtype)
+def plain(stage: int, *extra: tuple[str, Any], dtype: str = "fp32", world: int = 2) -> Layout:
+    return Layout(world, stage=stage, with_block=False, extra=extra, dtype=dtype)
 
 
 ADAMW = replace(RECIPE, dp=2)
@@ -84,11 +84,14 @@ CASES = {
     "2 fp16": Case(plain(2, ("fp16", {"enabled": True, "initial_scale_power": 8}))),
     # Three experts' biases end where a padding of one follows.
     "2 aligned": Case(
-        plain(2, zero(parameter_alignment=True)),
+        plain(2, zero(parameter_alignment=True), world=3),
         recipe=replace(ADAMW, family="gpt_oss", changes=(("num_local_experts", 3),)),
     ),
-    "1 frozen": Case(plain(1), recipe=replace(ADAMW, frozen="dense")),
-    "3 frozen, buffers": Case(plain(3), recipe=replace(ADAMW, frozen="experts", family="deepseek_v3", score_bias=0.5)),
+    # Three ranks' partitions are padded, and at ZeRO 3 each parameter's last part.
+    "1 frozen": Case(plain(1, world=3), recipe=replace(ADAMW, frozen="dense")),
+    "3 frozen, buffers": Case(
+        plain(3, world=3), recipe=replace(ADAMW, frozen="experts", family="deepseek_v3", score_bias=0.5)
+    ),
 }
 
 
@@ -180,7 +183,7 @@ def assert_same_checkpoints(imported: Path, ours: Path) -> None:
 def test_goes_on(launcher: Launcher, tmp_path: Path, name: str) -> None:
     case, tag = CASES[name], f"global_step{BEFORE}"
     theirs, ours, imported = tmp_path / "plain", tmp_path / "ours", tmp_path / "imported"
-    whole = launcher.run(2, train_plain, case=case, theirs=str(theirs), ours=str(ours))[0]
+    whole = launcher.run(case.before.world, train_plain, case=case, theirs=str(theirs), ours=str(ours))[0]
     assert main(["import", str(theirs), str(imported)]) == 0
     assert (imported / "latest").read_text() == tag
 

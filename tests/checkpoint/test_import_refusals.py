@@ -15,8 +15,7 @@ import torch
 
 from ds_etp.checkpoint.format import StoredCheckpoint
 from ds_etp.cli.main import main
-from tests.checkpoint.runs import RECIPE, go
-from tests.checkpoint.runs import tensors_of as tensors_of_checkpoint
+from tests.checkpoint.runs import RECIPE, go, tensors_of
 from tests.launcher import Launcher
 from tests.sharded import Layout, make_engine
 
@@ -65,7 +64,7 @@ def shorter(content: dict[str, Any]) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a rank's file": (lambda folder: (folder / OPTIMIZER).unlink(), ["ranks [0]", "split over ['2'] ranks"]),
     "the model's file": (lambda folder: (folder / MODEL).unlink(), [MODEL, "is missing"]),
-    "half a file": (lambda folder: os.truncate(folder / OPTIMIZER, 5000), [OPTIMIZER, "is damaged"]),
+    "half a file": (lambda folder: os.truncate(folder / OPTIMIZER, 5000), [OPTIMIZER, "is damaged or"]),
     "a short partition": (edited(OPTIMIZER, shorter), ["parameter group 0 has", "shapes give"]),
     "tensor parallelism": (added("mp_rank_01_model_states.pt"), ["tensor or pipeline parallelism", "mp_rank_01"]),
     "AutoTP": (edited(MODEL, lambda content: content.update(mp_world_size=2)), ["with tensor parallelism"]),
@@ -111,7 +110,7 @@ def test_in_place_and_again(saved: Path, tmp_path: Path) -> None:
     found = []
     for source, directory in ((folder, folder), (folder / TAG, folder), (folder / TAG, folder / TAG)):
         assert main(["import", str(source), str(directory)]) == 0
-        found.append(tensors_of_checkpoint(folder / TAG))
+        found.append(tensors_of(folder / TAG))
         names = {path.name for path in (folder / TAG).iterdir()}
         assert theirs < names and len(names - theirs) == 3
         with StoredCheckpoint.open(folder / TAG) as stored:
