@@ -90,7 +90,8 @@ CASES = {
     # Three ranks' partitions are padded, and at ZeRO 3 each parameter's last part.
     "1 frozen": Case(plain(1, world=3), recipe=replace(ADAMW, frozen="dense")),
     "3 frozen, buffers": Case(
-        plain(3, world=3), recipe=replace(ADAMW, frozen="experts", family="deepseek_v3", score_bias=0.5)
+        plain(3, world=3),
+        recipe=replace(ADAMW, frozen="experts", family="deepseek_v3", score_bias=0.5),
     ),
 }
 
