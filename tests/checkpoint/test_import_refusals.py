@@ -1,4 +1,4 @@
-"""What `ds-etp import` refuses, and what it says; importing in place."""
+"""What `ds-etp import` refuses, and what it says; importing in place; exporting what was imported."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ds_etp.checkpoint.format import StoredCheckpoint
 from ds_etp.cli.main import main
@@ -119,3 +120,14 @@ def test_in_place_and_again(saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[0][key], found[2][key]) for key in found[0])
     assert json.loads((folder / TAG / "index.json").read_text())["layout"]["world"] == 2
     assert (folder / "latest").read_text() == TAG
+
+
+def test_exports_with_a_config(saved: Path, tmp_path: Path) -> None:
+    """DeepSpeed's files don't tell the model's config."""
+    assert main(["import", str(saved / "1"), str(tmp_path / "out")]) == 0
+    RECIPE.model().config.save_pretrained(tmp_path / "config")
+    command = ["export", str(tmp_path / "out"), str(tmp_path / "model"), "--config", str(tmp_path / "config")]
+    assert main([*command, "--dtype", "fp32"]) == 0
+    tensors = tensors_of(tmp_path / "out" / TAG)
+    for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters():
+        assert torch.equal(parameter, tensors[f"fp32/{name}"]), name
