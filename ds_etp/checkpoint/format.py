@@ -267,9 +267,10 @@ def missing_index(folder: Path) -> str:
     names = [entry.name for entry in folder.iterdir()]
     if any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names):
         return (
-            f"{folder} was written by DeepSpeed without ds_etp: it has no {INDEX}. Load it once without the "
-            "expert_tensor_parallel block, on the layout that wrote it, and save it there with "
-            "ds_etp.save_checkpoint(engine, dir): that loads on any layout."
+            f"{folder} was written by DeepSpeed without ds_etp: it has no {INDEX}. If its run had data parallelism "
+            "alone, at ZeRO 1 to 3, this makes a checkpoint of it that loads in any layout, moments included: "
+            f"ds-etp import {folder} {folder.parent}. Else load it once without the expert_tensor_parallel block, on "
+            "the layout that wrote it, and save it there with ds_etp.save_checkpoint(engine, dir)."
         )
     if any(name.startswith("rank") for name in names):
         return f"{folder} is incomplete: its save did not finish, {INDEX} is missing. Load another tag."

@@ -89,7 +89,7 @@ def save(model: nn.Module, states: EngineStates, topology: Topology, request: Sa
         tensors = logical_tensors(model, topology, rank)
         items = local_save_plan(model, tensors, states, request.exclude_frozen, topology)
         own_metadata = stage_metadata(tensors, states) if rank in first_ranks else None
-        state = _serialized(request.state)
+        state = serialized_state(request.state)
         request.folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             generation = next_generation(request.folder)
@@ -201,7 +201,12 @@ def _drop(file: TensorFile | None, path: Path) -> None:
         remove(path)
 
 
-def _serialized(state: dict[str, Any]) -> bytes:
+def serialized_state(state: dict[str, Any]) -> bytes:
+    """The content of the state file.
+
+    Raises:
+        CheckpointError: something in it is neither a plain value nor a tensor.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)

@@ -1,4 +1,5 @@
-"""The `ds-etp` command. Runs on any machine: no GPU; no torch and no DeepSpeed but for `export` and `check --model`.
+"""The `ds-etp` command. Runs on any machine: no GPU; no torch and no DeepSpeed but for
+`export`, `import` and `check --model`.
 
 A subcommand is one function, added in `make_parser`; whatever only it needs is imported inside it.
 """
@@ -100,6 +101,15 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", default="5GB", help="of one weights file (default 5GB)")
     export.set_defaults(run=_export)
 
+    adopt = commands.add_parser("import", help="turn a checkpoint of plain DeepSpeed into one that loads in any layout")
+    adopt.add_argument("source", type=Path, help="folder of a checkpoint that DeepSpeed wrote, or of one of its tags")
+    adopt.add_argument("directory", type=Path, help="folder to write the tag in; may be the same")
+    adopt.add_argument("--tag", help="which tag of the source (default: the one that `latest` names)")
+    adopt.add_argument(
+        "--trust-pickle", action="store_true", help="let the files run code, if they hold objects that need it"
+    )
+    adopt.set_defaults(run=_import)
+
     add_plan(commands, _size)
     add_report(commands)
     return parser
@@ -200,6 +210,14 @@ def _export(args: argparse.Namespace) -> int:
     )
     rows = [(name, f"{(args.out / name).stat().st_size:,}") for name in files]
     Console(highlight=False).print(_table(str(args.out), ("file", "bytes"), rows))
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from ds_etp.checkpoint.deepspeed_import import import_checkpoint
+
+    folder = import_checkpoint(args.source, args.directory, tag=args.tag, trust_pickle=args.trust_pickle)
+    print(f"{folder}: load_checkpoint({str(folder.parent)!r}) reads it in any layout")
     return 0
 
 

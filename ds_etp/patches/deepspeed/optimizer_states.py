@@ -158,6 +158,13 @@ class DeepSpeedStates:
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             self._find_partitions(optimizer)
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            if optimizer.round_robin_gradients:
+                # Its own fragment addresses (0.19.8) are those of the order before it reordered parameters.
+                raise CheckpointError(
+                    "zero_optimization.round_robin_gradients: DeepSpeed does not say where it keeps each parameter's "
+                    "states. Save with engine.save_checkpoint, and turn that into a checkpoint for any layout: "
+                    "ds-etp import FOLDER OUT"
+                )
             self._find_fragments(optimizer, optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
         elif isinstance(optimizer, BF16_Optimizer):
             self._find_fragments(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
