@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import node_checks, node_layers, torchrun
+from benchmarks import node_checks, node_layers, node_runs, torchrun
 from benchmarks.cases import Case
 from benchmarks.node_checks import CHECKS, Result
 from benchmarks.pool import LaunchFailed
@@ -31,7 +31,6 @@ def test_on_two_cpu_ranks(launcher: Launcher, tmp_path: Path, name: str) -> None
     options = {"same bits": {"steps": 4}, "times": {"steps": 2}}.get(name, {})
     result = node_checks.merge(launcher.run(2, node_checks.run, name=name, folder=str(tmp_path), **options))
     assert result.ok, result.line()
-    print(result.line())
 
 
 @pytest.mark.gpu
@@ -65,7 +64,7 @@ def other_bits(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-RIGHT_COMBINE, RIGHT_FORWARD, RIGHT_STATE = EPFirst.combine, node_layers.sorted_forward, node_checks.state
+RIGHT_COMBINE, RIGHT_FORWARD, RIGHT_STATE = EPFirst.combine, node_layers.sorted_forward, node_runs.state
 COUNTER = itertools.count()
 FAULTS = {
     "host reads": (EPFirst, "combine", one_more_read),
@@ -82,7 +81,7 @@ def run_spoiled(name: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "figure"), [("host reads", "alltoall 2 + 0"), ("grouped_mm", "sentinels nan"), ("resume", "1 of")]
+    ("name", "figure"), [("host reads", "alltoall 2 + 0"), ("grouped_mm", "sentinels nan"), ("resume", "1 of ")]
 )
 def test_a_fault_on_some_rank_fails(launcher: Launcher, tmp_path: Path, name: str, figure: str) -> None:
     result = node_checks.merge(launcher.run(2, run_spoiled, name=name, folder=str(tmp_path)))
@@ -128,10 +127,10 @@ def test_time_that_is_hidden() -> None:
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_layouts_fit(world: int) -> None:
     """Those with tensor-parallel attention last, and every dispatcher once where there are peers."""
-    rows: list[Case] = node_checks.cases_on(world)
+    rows: list[Case] = node_runs.cases_on(world)
     assert [row.tp for row in rows] == sorted(row.tp for row in rows)
     assert world == 1 or {row.dispatcher for row in rows} == set(DISPATCHERS)
     for row in rows:
         topology = Topology(world, tp=row.tp, ep=row.ep, etp=row.etp)
         assert row.dispatcher != "replicated" or tokens_are_replicated(topology)
-        assert node_checks.ON_GPUS.experts % row.ep == 0 and node_checks.ON_GPUS.intermediate % row.etp == 0
+        assert node_runs.ON_GPUS.experts % row.ep == 0 and node_runs.ON_GPUS.intermediate % row.etp == 0
