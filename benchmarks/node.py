@@ -2,6 +2,8 @@
 
 Every launch is a torchrun. With one GPU only what needs no peer runs, and the page says what is missing; with
 none it says so, and runs on the CPU where `--cpu` asks for it, which shows that the script works.
+
+`--check` measures less and judges it: see `node_checks`. Without a GPU it runs what needs none and says what it skips.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cases as rows
-from benchmarks import growth, runs, torchrun
+from benchmarks import growth, node_checks, runs, torchrun
 from benchmarks.charts import draw
 from benchmarks.environment import autoep_python
 from benchmarks.pool import ROOT
@@ -60,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     options = argparse.ArgumentParser(prog="python -m benchmarks.node", description=__doc__)
+    options.add_argument("--check", action="store_true", help="lines `ok` or `FAIL`; exit status 1 where one fails")
     options.add_argument("--cpu", action="store_true", help="without GPUs: run small models on the CPU")
     options.add_argument("--world", type=int, help="ranks; by default the largest power of two of GPUs")
     options.add_argument("--rounds", type=int, default=5, help="launches of each case")
@@ -70,6 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks", help="folder of the page")
     arguments = options.parse_args(argv)
     gpus = torch.cuda.device_count()
+    if arguments.check:
+        sys.exit(node_checks.show(arguments.world or (1 << (gpus.bit_length() - 1) if gpus else 2), arguments.out))
     if not gpus and not arguments.cpu:
         sys.exit("No GPU here. --cpu runs small models on the CPU, to see that this script works.")
     world = arguments.world or 1 << (max(gpus, 1).bit_length() - 1)
