@@ -19,7 +19,7 @@ from ds_etp.experts.registry import find_experts, read_layout
 from ds_etp.parallel.topology import Topology
 from ds_etp.patches.deepspeed.ulysses import check_sequences
 from ds_etp.patches.peft.autotp_lora import check_split_layers
-from ds_etp.patches.peft.expert_lora import check_adapters
+from ds_etp.patches.peft.checks import check_adapters
 from ds_etp.patches.transformers.experts_interface import experts_per_token, refuse_split_model
 
 

@@ -26,23 +26,29 @@ from typing import Any
 from ds_etp.errors import ConfigError, config_error
 from ds_etp.patches.accelerate.signatures import TABLE as ACCELERATE
 from ds_etp.patches.deepspeed.signatures import TABLE as DEEPSPEED
+from ds_etp.patches.peft.signatures import EXPERTS as PEFT_EXPERTS
 from ds_etp.patches.peft.signatures import TABLE as PEFT
 from ds_etp.patches.transformers.signatures import TABLE as TRANSFORMERS
 from ds_etp.patches.trl.signatures import TABLE as TRL
-from ds_etp.patches.versions import RANGES, as_requirement
+from ds_etp.patches.trl.signatures import VLLM as TRL_VLLM
+from ds_etp.patches.versions import other_ways, tested_range
 
 Table = Mapping[str, Mapping[str, str | tuple[str, ...]]]
 
+# By host, or by `host.use` where a use needs more of the host than its others.
 TABLES: dict[str, Table] = {
     "deepspeed": DEEPSPEED,
     "transformers": TRANSFORMERS,
     "peft": PEFT,
+    "peft.experts": PEFT_EXPERTS,
     "trl": TRL,
+    "trl.vllm": TRL_VLLM,
     "accelerate": ACCELERATE,
 }
 # What every engine depends on. The others are looked at where they are used.
 ALWAYS = ("deepspeed", "transformers")
 EXISTS, ABSENT = "=", "-"
+_USES = {"experts": "adapters on experts", "vllm": "the weight sync with vLLM"}
 # What passes every argument on, as another library's wrapper does that hides the function below it.
 _PASSES_ON = ["*args", "**kwargs"]
 
@@ -125,14 +131,15 @@ def check_signatures(*hosts: str) -> None:
     for host in hosts or ALWAYS:
         different = [str(finding) for finding in findings(host) if not finding.fits]
         if different:
-            lowest, highest = RANGES[host]
+            package, _, use = host.partition(".")
+            purpose = f" for {_USES[use]}" if use else ""
             errors.append(
                 config_error(
-                    host,
-                    _version(host),
-                    f"has functions that ds_etp patches or calls, and knows otherwise: {'; '.join(different)}",
-                    works=f"{lowest} to {highest}, not patched by others",
-                    next_step=f'Run: pip install "{as_requirement(host)}"',
+                    package,
+                    _version(package),
+                    f"has functions that ds_etp patches or calls{purpose}, and knows otherwise: {'; '.join(different)}",
+                    works=f"{tested_range(host)}, not patched by others",
+                    next_step=other_ways(host),
                 )
             )
     if errors:
@@ -151,9 +158,9 @@ def report() -> tuple[str, bool]:
     lines, good = [], True
     for host, table in TABLES.items():
         try:
-            import_module(host)
-        except ImportError:
-            lines.append(f"{host}: not installed")
+            import_module(host.partition(".")[0])
+        except ImportError as error:
+            lines.append(f"{host}: {error}")
             continue
         for place in table:
             module = place.partition(":")[0]
@@ -165,8 +172,9 @@ def report() -> tuple[str, bool]:
         found = list(findings(host))
         different = sum(not finding.fits for finding in found)
         good = good and not different
-        tested = " to ".join(RANGES[host])
-        lines.append(f"{host} {_version(host)} (tested: {tested}): {len(found) - different} of {len(found)} fit")
+        release = _version(host.partition(".")[0])
+        fit = f"{len(found) - different} of {len(found)} fit"
+        lines.append(f"{host} {release} (tested: {tested_range(host)}): {fit}")
         lines.extend(f"  {'fits   ' if finding.fits else 'DIFFERS'} {finding}" for finding in found)
     return "\n".join(lines), good
 

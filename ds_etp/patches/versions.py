@@ -19,14 +19,16 @@ DEEPSPEED_MAX = "0.19.8"
 TRANSFORMERS_MIN = "5.0"
 TRANSFORMERS_MAX = "5.24"
 # Only for models that PEFT has wrapped.
-PEFT_MIN = "0.21"
+PEFT_MIN = "0.18"
 PEFT_MAX = "0.21"
-# Only for its trainers under tensor parallelism, and its weight sync with vLLM.
-TRL_MIN = "1.16"
+# Only for its trainers under tensor parallelism. docs/versions.md says which were run, and which read.
+TRL_MIN = "0.24"
 TRL_MAX = "1.16"
-# `Accelerator.get_state_dict` and `DeepSpeedPlugin.fill_match` only; `setup.py` asks for no release.
-ACCELERATE_MIN = "1.15"
-ACCELERATE_MAX = "1.15"
+# Only for its weight sync with vLLM: earlier ones give us no place to put whole parameters in.
+TRL_VLLM_MIN = "1.11"
+# `Accelerator.get_state_dict`, `save_state` and `DeepSpeedPlugin.fill_match` only; `setup.py` asks for no release.
+ACCELERATE_MIN = "1.11"
+ACCELERATE_MAX = "1.16"
 
 RANGES = {
     "deepspeed": (DEEPSPEED_MIN, DEEPSPEED_MAX),
@@ -34,6 +36,16 @@ RANGES = {
     "peft": (PEFT_MIN, PEFT_MAX),
     "accelerate": (ACCELERATE_MIN, ACCELERATE_MAX),
     "trl": (TRL_MIN, TRL_MAX),
+}
+# Uses of a package, named `package.use`, that need other releases of it than the rest does.
+USES = {"trl.vllm": (TRL_VLLM_MIN, TRL_MAX)}
+# What to do where another package, such as a trainer, pins a release that doesn't do.
+_OTHER_WAYS = {
+    "peft": "train without adapters",
+    "peft.experts": "put adapters on other layers than experts, by target_modules, which need less of PEFT",
+    "trl": "tensor_parallel.autotp_size=1, at which TRL's trainers are used as they are",
+    "trl.vllm": "use_vllm=false, at which the engine itself generates",
+    "accelerate": "call deepspeed.initialize without accelerate",
 }
 # ZeRO-3 has no process group of its own for a parameter before this release: experts come out wrong, in silence.
 DEEPSPEED_ZERO3 = "0.19.5"
@@ -45,6 +57,8 @@ DEEPSPEED_SEQUENCES = "0.19.8"
 DEEPSPEED_PIPELINES = "0.19.8"
 # So is that of `patches.deepspeed.muon`.
 DEEPSPEED_MUON = "0.19.8"
+# PEFT has `ParamWrapper.get_delta_factors` from this release on; `patches.peft.delta_factors` does without it before.
+PEFT_DELTA_FACTORS = "0.21"
 
 # `patches.transformers.grouped_mm` calls `_grouped_linear` as it is from this release on.
 TRANSFORMERS_GROUPED_LINEAR = "5.8"
@@ -119,11 +133,16 @@ def check_muon_version() -> None:
         )
 
 
-def warn_if_untested(package: str) -> None:
-    """Warns of a release outside the tested range: once in a process, on rank 0."""
-    lowest, highest = RANGES[package]
+def warn_if_untested(host: str) -> None:
+    """Warns of a release outside the tested range: once in a process, on rank 0.
+
+    Args:
+        host: a package, or a use of one.
+    """
+    package = host.partition(".")[0]
+    lowest, highest = _bounds(host)
     if not _at_least(package, lowest) or _above(package, highest):
-        _warn(package, version(package), f"{lowest} to {highest}", as_requirement(package))
+        _warn(package, version(package), tested_range(host), as_requirement(host))
 
 
 @cache
@@ -138,10 +157,26 @@ def _warn(package: str, release: str, tested: str, requirement: str) -> None:
         )
 
 
-def as_requirement(package: str) -> str:
+def tested_range(host: str) -> str:
+    """The tested releases of a package, or of a use of one, in words."""
+    return " to ".join(_bounds(host))
+
+
+def as_requirement(host: str) -> str:
     """The tested range, as pip takes it."""
-    lowest, highest = RANGES[package]
-    return f"{package}>={lowest},<={highest}"
+    lowest, highest = _bounds(host)
+    return f"{host.partition('.')[0]}>={lowest},<={highest}"
+
+
+def other_ways(host: str) -> str:
+    """What to do about a release that doesn't do: install another, or, where that one is pinned, do without."""
+    install = f'Run: pip install "{as_requirement(host)}"'
+    other = _OTHER_WAYS.get(host)
+    return install if other is None else f"{install}. Where another package pins {host.partition('.')[0]}: {other}."
+
+
+def _bounds(host: str) -> tuple[str, str]:
+    return USES.get(host) or RANGES[host.partition(".")[0]]
 
 
 def _at_least(package: str, bound: str) -> bool:

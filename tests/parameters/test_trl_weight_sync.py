@@ -110,3 +110,27 @@ def other_ways() -> list[str]:
 def test_further_copies_and_names(launcher: Launcher) -> None:
     """The copy that is in use, under the original's name; adapters merged before; arguments that are wrong."""
     assert launcher.run(2, other_ways) == [[], []]
+
+
+def own_sync() -> str:
+    """What a trainer with a sync of its own says, of a split model; it does nothing of the kind to others."""
+    from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
+
+    engine = make_engine(Recipe(), Layout(2, etp=2, stage=1))
+    trainer = object.__new__(OnlineDPOTrainer)
+    trainer.model = engine.module
+    with pytest.raises(ConfigError) as info:
+        trainer._move_model_to_vllm()
+    trainer.model = Recipe().model()
+    with pytest.raises(AttributeError):  # TRL's own, which asks for more than this trainer has
+        trainer._move_model_to_vllm()
+    engine.destroy()
+    return str(info.value)
+
+
+def test_trainers_with_a_sync_of_their_own(launcher: Launcher) -> None:
+    """They would send shards as if they were the experts' parameters."""
+    pytest.importorskip("trl.experimental.online_dpo.online_dpo_trainer")
+    for text in launcher.run(2, own_sync):
+        assert text.startswith("use_vllm=True sends vLLM the parameters that a rank holds, shards of the experts")
+        assert "Values that work: false. Trainers that sync by VLLMGeneration work with TRL 1.11 to 1.16." in text

@@ -1,4 +1,4 @@
-"""`"auto"` in the `expert_tensor_parallel` block, kept from accelerate (1.15.0).
+"""`"auto"` in the `expert_tensor_parallel` block, kept from accelerate (1.11 to 1.16).
 
 accelerate takes every `"auto"` of a DeepSpeed config for a placeholder of its own: before it makes an engine, in
 `DeepSpeedPlugin.deepspeed_config_process`, it fills in those it knows and raises ValueError for others. Trainer and

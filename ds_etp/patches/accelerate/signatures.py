@@ -1,4 +1,4 @@
-"""accelerate's functions that are patched, as release 1.15 has them.
+"""accelerate's functions that are patched, as releases 1.11 to 1.16 have them.
 
 How an entry is written: see `ds_etp.patches.signatures`.
 """
@@ -14,4 +14,6 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
     },
     # Without it nothing looks for "auto".
     "accelerate.utils.dataclasses:DeepSpeedPlugin": {"fill_match": ("self, ds_key_long, ...", _ABSENT)},
+    # What TRL's completions go through.
+    "accelerate.utils.operations": {"send_to_device": "tensor, device, ..."},
 }

@@ -1,4 +1,4 @@
-"""accelerate's `get_state_dict` and `save_state` (1.15.0) for engines whose experts are split.
+"""accelerate's `get_state_dict` and `save_state` (1.11 to 1.16) for engines whose experts are split.
 
 `get_state_dict` asks the engine for a consolidated state dict only where it knows of a split, at ZeRO-3 and under
 AutoTP. Otherwise it takes the module's own, which holds one rank's experts. A state-dict hook can't put that right:

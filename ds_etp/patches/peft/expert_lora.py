@@ -1,4 +1,4 @@
-"""LoRA of PEFT (0.21) on split experts, through `target_parameters`.
+"""LoRA of PEFT (0.18 to 0.21) on split experts, through `target_parameters`.
 
 PEFT wraps an experts module once for each parameter, and while the wrapper's forward runs, a parametrization
 adds `B_e A_e` to the weights of every expert e. The adapters cover all experts and all columns, and stay whole
@@ -16,7 +16,7 @@ it does so where they are read outside their modules in a forward of the engine,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -28,13 +28,11 @@ from torch import Tensor, nn
 
 from ds_etp.errors import config_error
 from ds_etp.experts.graph_break import not_compiled
-from ds_etp.experts.layout import ExpertsLayout, full_shape
 from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.parallel import autograd
 from ds_etp.parallel.collectives import all_gather_single
 from ds_etp.parallel.process_groups import ProcessGroupInfo
-from ds_etp.patches.signatures import check_signatures
-from ds_etp.patches.versions import warn_if_untested
+from ds_etp.patches.peft.delta_factors import delta_factors
 
 _INNER = "base_layer"
 # What PEFT puts between a module and the name it had: `base_layer` of a tuner, or the two of modules_to_save.
@@ -73,57 +71,11 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
 
 
-def _wrappers(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+def expert_wrappers(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     """The modules that PEFT wrapped around one experts module, the innermost first."""
     while path.rpartition(".")[2] == _INNER:
         path = path.rpartition(".")[0]
         yield path, model.get_submodule(path)
-
-
-def check_adapters(model: Any, layouts: Mapping[str, ExpertsLayout]) -> None:
-    """Refuses adapters on experts that this module doesn't know how to cut. Does nothing without PEFT.
-
-    Args:
-        model: not split yet.
-        layouts: of its experts modules, by path.
-
-    Raises:
-        ConfigError: names the layer, the adapter's kind and what works.
-    """
-    if not is_adapted(model) and not is_peft_model(model):
-        return
-    from peft.tuners.lora.layer import ParamWrapper
-
-    check_signatures("peft")
-    warn_if_untested("peft")
-
-    if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
-        raise config_error(
-            "peft_config",
-            next(config.peft_type.value for config in model.peft_config.values() if config.is_prompt_learning),
-            "learns prompts, which was not tried with ds_etp",
-            works="adapters in layers, such as LoraConfig",
-        )
-    if not is_peft_model(model):
-        raise config_error(
-            "model",
-            type(model).__name__,
-            "has adapters inside and no PeftModel around it, so that nobody would save them",
-            works="peft.get_peft_model(model, config), not inject_adapter_in_model or model.add_adapter",
-        )
-    for path, layout in layouts.items():
-        for outer, wrapper in _wrappers(model, path):
-            kind = f"{type(wrapper).__module__.split('.')[-2]}.{type(wrapper).__name__}"
-            name = getattr(wrapper, "parameter_name", None)
-            matrices = name in layout.parameters and len(full_shape(getattr(wrapper.get_base_layer(), name))) == 3
-            if type(wrapper) is not ParamWrapper or not matrices:
-                raise config_error(
-                    "peft_config",
-                    kind,
-                    f"adapts {name or 'experts'} in a way that ds_etp cannot split",
-                    where=outer,
-                    works="LoraConfig(target_parameters=[...]) on weights [E, ., .] of the experts",
-                )
 
 
 def split_adapters(model: nn.Module, *, zero3: bool) -> None:
@@ -134,7 +86,7 @@ def split_adapters(model: nn.Module, *, zero3: bool) -> None:
         zero3: whether ZeRO-3 is going to partition its parameters.
     """
     for path, experts in sharded_modules(model):
-        wrappers = [wrapper for _, wrapper in _wrappers(model, path)]
+        wrappers = [wrapper for _, wrapper in expert_wrappers(model, path)]
         if not wrappers:
             continue
         experts.ds_etp_active = []
@@ -183,7 +135,7 @@ def _adapted_weights(experts: Any, active: list[tuple[Any, str]]) -> dict[str, T
     """This rank's shards of the weights with these wrappers' and adapters' products, by parameter name."""
     shard: Shard = experts.ds_etp_shard
     dispatcher: Any = shard.dispatcher
-    found = [(wrapper.parameter_name, *wrapper.get_delta_factors(adapter)) for wrapper, adapter in active]
+    found = [(wrapper.parameter_name, *delta_factors(wrapper, adapter)) for wrapper, adapter in active]
     if not found:
         return {}
     # Tensor-parallel peers hold the same adapters and use other slices, or the same slices for other tokens.
@@ -232,7 +184,7 @@ def _split_class(wrapper: type[nn.Module]) -> type[nn.Module]:
 
         def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
             """This rank's shard of the product, which `merge` adds and `unmerge` subtracts."""
-            left, right, scaling = self.get_delta_factors(adapter_name)
+            left, right, scaling = delta_factors(self, adapter_name)
             left, right = _sliced(self.get_base_layer().ds_etp_shard, self.parameter_name, left, right)
             delta: Tensor = torch.bmm(left, right) * scaling
             return delta

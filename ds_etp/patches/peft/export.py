@@ -1,6 +1,6 @@
 """A model with adapters of PEFT goes out as PEFT saves it: the adapters alone, in a folder of their own format.
 
-PEFT's `save_pretrained` (0.21) takes a state dict of the model and picks what it writes. Here it is first asked
+PEFT's `save_pretrained` (0.18 to 0.21) takes a state dict of the model and picks what it writes. Here it is first asked
 which tensors those are, so that no base weight is gathered for it.
 """
 

@@ -1,4 +1,4 @@
-"""PEFT's own merge (0.21) on whole tensors of one layer, while the engine's parameters stay split.
+"""PEFT's own merge (0.18 to 0.21) on whole tensors of one layer, while the engine's parameters stay split.
 
 PEFT merges into the parameters that a layer holds, which here are shards, or nothing at ZeRO-3. So for the time of
 one layer's merge its parameters are given whole tensors, and afterwards what they had. Whatever kind of adapter it is,

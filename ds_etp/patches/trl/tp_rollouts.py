@@ -1,6 +1,6 @@
 """TRL's GRPO and RLOO trainers give tensor-parallel ranks the same prompts, completions and rewards.
 
-TRL (1.16) counts every rank as a data-parallel one. Under AutoTP, whose ranks of one group must hold the same batch,
+TRL (0.24 to 1.16) counts every rank as a data-parallel one. Under AutoTP, whose ranks of a group must hold one batch,
 
 - the sampler reserves prompts for all ranks, of which the data-parallel ones take a part and, where completions serve
   more than one step, never get to the rest;
@@ -178,13 +178,16 @@ def _share_generators(tp: ProcessGroupInfo, device: torch.device) -> None:
 def _alike_completions(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _generate(self: Any, *rest: Any, **kwargs: Any) -> Any:
+        from accelerate.utils import send_to_device  # every trainer has loaded it
+
         result = original(self, *rest, **kwargs)
         tp = _tp_peers(self)
         if tp is None:
             return result
         values = [result]
         dist.broadcast_object_list(values, src=tp.ranks[0], group=tp.group, device=self.accelerator.device)
-        return values[0]
+        # TRL 0.24 has images' pixels among them, which come on the sender's device.
+        return send_to_device(values[0], self.accelerator.device)
 
     return _generate
 
