@@ -43,7 +43,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartitionSlice:
     """`numel` entries of a partition from `start` on."""
 
     partition: Partition
@@ -64,7 +64,7 @@ class ZeroParameter:
     name: str
     shape: Shape
     partition: Partition
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PartitionSlice, ...]
 
     def read(self, state_name: str) -> Tensor:
         """One of its states, whole."""
@@ -129,7 +129,7 @@ def _stage_1_and_2(
         for partition, start in zip(partitions, starts, strict=False):
             begin, end = max(first, start), min(last, start + partition.numel)
             if begin < end:
-                pieces.append(Piece(partition, begin - start, end - begin))
+                pieces.append(PartitionSlice(partition, begin - start, end - begin))
         yield ZeroParameter(name, shape, partitions[0], tuple(pieces))
         first = last + padding
     # BF16_Optimizer leaves the padding at the end, which aligns the whole to a few entries a rank.
@@ -145,7 +145,7 @@ def _stage_3(
         numel = prod(shape)
         part = -(-numel // len(partitions))
         pieces = [
-            Piece(partition, start, min(part, numel - rank * part))
+            PartitionSlice(partition, start, min(part, numel - rank * part))
             for rank, partition in enumerate(partitions)
             if rank * part < numel
         ]

@@ -101,14 +101,16 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", default="5GB", help="of one weights file (default 5GB)")
     export.set_defaults(run=_export)
 
-    adopt = commands.add_parser("import", help="turn a checkpoint of plain DeepSpeed into one that loads in any layout")
-    adopt.add_argument("source", type=Path, help="folder of a checkpoint that DeepSpeed wrote, or of one of its tags")
-    adopt.add_argument("directory", type=Path, help="folder to write the tag in; may be the same")
-    adopt.add_argument("--tag", help="which tag of the source (default: the one that `latest` names)")
-    adopt.add_argument(
+    importing = commands.add_parser(
+        "import", help="turn plain DeepSpeed's checkpoint into one that loads in any layout"
+    )
+    importing.add_argument("source", type=Path, help="folder of a checkpoint that DeepSpeed wrote, or of a tag")
+    importing.add_argument("directory", type=Path, help="folder to write the tag in; may be the same")
+    importing.add_argument("--tag", help="which tag of the source (default: the one that `latest` names)")
+    importing.add_argument(
         "--trust-pickle", action="store_true", help="let the files run code, if they hold objects that need it"
     )
-    adopt.set_defaults(run=_import)
+    importing.set_defaults(run=_import)
 
     add_plan(commands, _size)
     add_report(commands)

@@ -26,6 +26,7 @@ from tests.launcher import Launcher
 GPUS = torch.cuda.device_count()
 
 
+@pytest.mark.sample("host reads", "resume")
 @pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if not check.cuda])
 def test_on_two_cpu_ranks(launcher: Launcher, tmp_path: Path, name: str) -> None:
     options = {"same bits": {"steps": 4}, "times": {"steps": 2}}.get(name, {})
@@ -80,6 +81,7 @@ def run_spoiled(name: str, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(
     ("name", "figure"), [("host reads", "alltoall 2 + 0"), ("grouped_mm", "sentinels nan"), ("resume", "1 of ")]
 )

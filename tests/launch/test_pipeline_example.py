@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from ds_etp.checkpoint.export_api import export_checkpoint
 from tests.launch.test_launchers import ROOT, deepspeed_launcher, launch
 
 
+@pytest.mark.full  # what it calls is tested in tests/pipeline
 def test_it_trains_and_saves(tmp_path: Path) -> None:
     config = json.loads((ROOT / "configs" / "pipeline.json").read_text())
     config["expert_tensor_parallel"]["etp_size"] = 1  # two ranks are a stage each
