@@ -94,7 +94,6 @@ def deferred_modules(model: nn.Module) -> Iterator[str]:
     return (path for path, module in model.named_modules() if is_deferred(module))
 
 
-@torch.no_grad()
 def refuse_deferred(model: nn.Module) -> None:
     """Refuses a model with experts left in their files, for an engine without the block.
 
@@ -110,6 +109,7 @@ def refuse_deferred(model: nn.Module) -> None:
         )
 
 
+@torch.no_grad()
 def read_shard(
     module: nn.Module,
     shard: Shard,
