@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from ds_etp.checkpoint.async_save import PendingSave, pending_saves, wait
 from ds_etp.checkpoint.export import tied_names
-from ds_etp.checkpoint.format import INDEX, LATEST
+from ds_etp.checkpoint.format import INDEX, LATEST, own_version
 from ds_etp.checkpoint.load import LoadRequest, load
 from ds_etp.checkpoint.save import SaveRequest, save
 from ds_etp.errors import CheckpointError
@@ -221,7 +220,7 @@ def _model_metadata(engine: Any) -> dict[str, Any]:
     """Metadata of the model for readers without the engine: its class, tied names and config, which an export needs."""
     module = engine.module
     metadata: dict[str, Any] = {
-        "ds_etp": _own_version(),
+        "ds_etp": own_version(),
         "deepspeed": deepspeed.__version__,
         "model_class": type(module).__name__,
         "tied": tied_names(module),
@@ -234,13 +233,6 @@ def _model_metadata(engine: Any) -> dict[str, Any]:
     if metadata.get("hf_config", {}).get("architectures") and engine.pipeline_parallelism:
         metadata["model_class"] = metadata["hf_config"]["architectures"][0]
     return metadata
-
-
-def _own_version() -> str:
-    try:
-        return version("ds-etp")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _helpers(engine: Any, use: Callable[[Any], Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ds_etp.checkpoint.commit import Commit
 from ds_etp.checkpoint.deepspeed_files import DeepSpeedFiles, open_deepspeed
 from ds_etp.checkpoint.deepspeed_zero import zero_parameters
 from ds_etp.checkpoint.folder import FileNames, next_generation, remove
-from ds_etp.checkpoint.format import BUFFER, LATEST, WEIGHT
+from ds_etp.checkpoint.format import BUFFER, LATEST, WEIGHT, own_version
 from ds_etp.checkpoint.metadata import ParamMetadata, StageMetadata, make_index
 from ds_etp.checkpoint.save import serialized_state
 from ds_etp.checkpoint.save_plan import TensorMetadata
@@ -216,12 +215,12 @@ def _layout(files: DeepSpeedFiles) -> dict[str, Any]:
 
 
 def _about(files: DeepSpeedFiles) -> dict[str, Any]:
-    try:
-        own = version("ds-etp")
-    except PackageNotFoundError:
-        own = "unknown"
     model = files.models[0]
-    return {"ds_etp": own, "deepspeed": model.get("ds_version"), "tied": dict(model.get("shared_params") or {})}
+    return {
+        "ds_etp": own_version(),
+        "deepspeed": model.get("ds_version"),
+        "tied": dict(model.get("shared_params") or {}),
+    }
 
 
 def _optimizer_class(files: DeepSpeedFiles) -> str:

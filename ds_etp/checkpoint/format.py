@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,11 @@ def missing_index(folder: Path) -> str:
     if any(name.startswith("rank") for name in names):
         return f"{folder} is incomplete: its save did not finish, {INDEX} is missing. Load another tag."
     return f"{folder} holds no checkpoint: {INDEX} is missing"
+
+
+def own_version() -> str:
+    """The release of this package, for the index."""
+    try:
+        return version("ds-etp")
+    except PackageNotFoundError:
+        return "unknown"

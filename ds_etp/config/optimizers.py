@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_etp.config.block import ExpertTensorParallelConfig
-from ds_etp.config.deepspeed import BLOCK
+from ds_etp.config.deepspeed import BLOCK, lookup
 from ds_etp.errors import ConfigError, config_error
 from ds_etp.parallel.topology import Topology
 
@@ -93,8 +93,7 @@ def check_optimizer_name(
     Raises:
         ConfigError: names the optimizer and the key that lets it pass.
     """
-    section = ds_config.get("optimizer")
-    name = section.get("type") if isinstance(section, Mapping) else None
+    name = lookup(ds_config, "optimizer.type")
     if not isinstance(name, str) or block.allow_optimizer or not _splits(topology):
         return
     if name.lower() not in CONFIG_NAMES:

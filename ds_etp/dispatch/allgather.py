@@ -126,7 +126,7 @@ class AllGather(TokenDispatcher):
         self, x: Tensor, index: Tensor, weights: Tensor, options: DispatchOptions, known: _Gathered | None
     ) -> tuple[_Gathered, tuple[Tensor, Tensor], Tensor]:
         """What was gathered, this rank's rows of it, and their local index."""
-        peers, tp = self.groups.expert_model_parallel, self.groups.tp
+        tp = self.groups.tp
         splits = balanced_splits(len(x), tp.size)
         start = sum(splits[: tp.index])
         own_index = index[start : start + splits[tp.index]]
@@ -141,10 +141,8 @@ class AllGather(TokenDispatcher):
             return known, rows, known.pairs.index.to(index.dtype)
         if known.real_rows is not None:
             views = [view.index_select(0, known.real_rows) for view in views]
-        elif peers.size > 1:
+        else:  # out of the message; without peers too, as a function of autograd should return no view of its inputs
             views = [view.clone(memory_format=torch.contiguous_format) for view in views]
-        else:
-            views = [view.clone() for view in views]  # a function of autograd should return no view of its inputs
         return known, (views[0], views[1]), views[2].to(index.dtype)
 
     def _message(self, own: list[Tensor], longest: int) -> list[Tensor]:

@@ -198,7 +198,7 @@ class PackedAllReduce:
         self._dtypes = [own for _, own in models]
         self._messages: list[Tensor] = []
         parts: dict[int, Tensor] = {}
-        for sent_dtype, indices in _by_dtype(self._dtypes, dtype).items():
+        for sent_dtype, indices in by_dtype(self._dtypes, dtype).items():
             shapes = [models[index][0] for index in indices]
             if len(indices) == 1:  # the message itself: what a function of autograd returns should be no view
                 message = parts[indices[0]] = torch.empty(shapes[0], dtype=sent_dtype, device=device)
@@ -219,7 +219,7 @@ class PackedAllReduce:
         return tuple(part.to(dtype) for part, dtype in zip(self.parts, self._dtypes, strict=True))
 
 
-def _by_dtype(dtypes: Sequence[torch.dtype], dtype: torch.dtype | None) -> dict[torch.dtype, list[int]]:
+def by_dtype(dtypes: Sequence[torch.dtype], dtype: torch.dtype | None) -> dict[torch.dtype, list[int]]:
     """The places of tensors that are summed in one message, by what they are summed in: `dtype`, or their own."""
     indices: dict[torch.dtype, list[int]] = {}
     for index, own in enumerate(dtypes):
@@ -232,7 +232,7 @@ def _reduced(
 ) -> tuple[Tensor, ...]:
     """Runs `reduce` once per dtype, on tensors joined along their columns, in `dtype` where one is given."""
     results: list[Tensor | None] = [None] * len(tensors)
-    for sent_dtype, indices in _by_dtype([tensor.dtype for tensor in tensors], dtype).items():
+    for sent_dtype, indices in by_dtype([tensor.dtype for tensor in tensors], dtype).items():
         columns = [tensors[index].flatten(1) for index in indices]
         joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         summed = reduce(joined.to(sent_dtype).contiguous())

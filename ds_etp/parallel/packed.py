@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ds_etp.parallel.collectives import reduce_scatter_single
+from ds_etp.parallel.collectives import by_dtype, reduce_scatter_single
 from ds_etp.parallel.process_groups import ProcessGroupInfo
 
 
@@ -36,13 +36,11 @@ class PackedReduceScatter:
         dtype: torch.dtype | None,
     ) -> None:
         self._models, self._rows = models, rows
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for number, (_, own) in enumerate(models):
-            by_dtype.setdefault(dtype or own, []).append(number)
-        self._numbers = list(by_dtype.values())
+        numbers_of = by_dtype([own for _, own in models], dtype)
+        self._numbers = list(numbers_of.values())
         self._messages = [
             torch.empty(rows, sum(prod(models[number][0]) for number in numbers), dtype=sent, device=device)
-            for sent, numbers in by_dtype.items()
+            for sent, numbers in numbers_of.items()
         ]
         self.parts = self._views(self._messages)
 

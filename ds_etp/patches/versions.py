@@ -109,13 +109,7 @@ def check_pipeline_version() -> None:
     Raises:
         ConfigError: names the release found and the one that works.
     """
-    if not _at_least("deepspeed", DEEPSPEED_PIPELINES):
-        raise config_error(
-            "deepspeed",
-            version("deepspeed"),
-            "was not tried with PipelineModule and split experts",
-            works=f"{DEEPSPEED_PIPELINES}, or a model without pipeline",
-        )
+    _refuse_before(DEEPSPEED_PIPELINES, "PipelineModule and split experts", "a model without pipeline")
 
 
 def check_muon_version() -> None:
@@ -124,12 +118,13 @@ def check_muon_version() -> None:
     Raises:
         ConfigError: names the release found and the one that works.
     """
-    if not _at_least("deepspeed", DEEPSPEED_MUON):
+    _refuse_before(DEEPSPEED_MUON, "the Muon optimizer and matrices that are split over ranks", "another optimizer")
+
+
+def _refuse_before(release: str, tried_with: str, otherwise: str) -> None:
+    if not _at_least("deepspeed", release):
         raise config_error(
-            "deepspeed",
-            version("deepspeed"),
-            "was not tried with the Muon optimizer and matrices that are split over ranks",
-            works=f"{DEEPSPEED_MUON}, or another optimizer",
+            "deepspeed", version("deepspeed"), f"was not tried with {tried_with}", works=f"{release}, or {otherwise}"
         )
 
 

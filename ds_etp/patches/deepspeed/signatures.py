@@ -6,7 +6,8 @@ How an entry is written: see `ds_etp.patches.signatures`.
 from __future__ import annotations
 
 _EXISTS = "="
-_GROUPS = (
+# What tells of its groups, by AutoTP and by Ulysses: `ulysses_autotp` hands them on by name to an mpu.
+TENSOR_GETTERS = (
     "get_model_parallel_group",
     "get_model_parallel_rank",
     "get_model_parallel_world_size",
@@ -18,7 +19,7 @@ _GROUPS = (
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
 )
-_SEQUENCE_GROUPS = (
+SEQUENCE_GETTERS = (
     "get_sequence_parallel_group",
     "get_sequence_parallel_rank",
     "get_sequence_parallel_world_size",
@@ -114,12 +115,12 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "_EXPERT_PARALLEL_GROUP_RANKS": _EXISTS,
         "_EXPERT_DATA_PARALLEL_GROUP_RANKS": _EXISTS,
         "mpu": _EXISTS,
-        **dict.fromkeys(_GROUPS, _EXISTS),  # handed on by name to an mpu
+        **dict.fromkeys(TENSOR_GETTERS, _EXISTS),
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
         "_SEQUENCE_PARALLEL_GROUP": _EXISTS,
         "_SEQUENCE_DATA_PARALLEL_GROUP": _EXISTS,
-        **dict.fromkeys(_SEQUENCE_GROUPS, _EXISTS),
+        **dict.fromkeys(SEQUENCE_GETTERS, _EXISTS),
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF": {
         "__init__": "self, attn, batch_size, attn_head_count, attn_head_size, kv_head_count, num_hidden_layers, "

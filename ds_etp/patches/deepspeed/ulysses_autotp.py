@@ -29,27 +29,7 @@ from ds_etp.config.dense_rules import check_sequence_heads
 from ds_etp.errors import config_error
 from ds_etp.parallel.process_groups import make_group
 from ds_etp.parallel.topology import Topology
-
-_AUTOTP = (
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-)
-_SEQUENCE = (
-    "get_sequence_parallel_group",
-    "get_sequence_parallel_rank",
-    "get_sequence_parallel_world_size",
-    "get_sequence_data_parallel_group",
-    "get_sequence_data_parallel_rank",
-    "get_sequence_data_parallel_world_size",
-)
+from ds_etp.patches.deepspeed.signatures import SEQUENCE_GETTERS, TENSOR_GETTERS
 
 
 def check_heads(model: nn.Module, topology: Topology) -> None:
@@ -74,9 +54,9 @@ def lay_out_sequences(engine: Any, model: nn.Module, topology: Topology) -> None
         _divide_heads(_attention(model), topology.tp)
     # AutoTP's data-parallel group is that of all ranks with the same shard of the dense weights.
     parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = host_groups.get_data_parallel_group()
-    calls = {name: getattr(host_groups, name) for name in _AUTOTP}
+    calls = {name: getattr(host_groups, name) for name in TENSOR_GETTERS}
     # Without its `initialize_sequence_parallel`: where that is, DeepSpeed takes it that there is no tensor parallelism.
-    calls |= {name: getattr(parallel_state_sp, name) for name in _SEQUENCE}
+    calls |= {name: getattr(parallel_state_sp, name) for name in SEQUENCE_GETTERS}
     engine.mpu = SimpleNamespace(**calls)
 
 
