@@ -122,6 +122,7 @@ def save_and_train_on(folder: str, layout: Layout) -> None:
     other.destroy()
 
 
+@pytest.mark.sample("zero1-bf16", "zero3")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -56,7 +56,6 @@ def assert_next_steps(
     "tp2etp4ep2 on 8 to tp2etp2",
     "etp2 to tp4ep2",
     "tp2etp4 to etp2ep2",
-    "three ranks to tp2ep2",
     "tp4etp2 to plain",
     "plain ZeRO-3 to etp2",
 )

@@ -176,6 +176,7 @@ def test_a_block_that_nobody_reads_is_told_of(config: Path) -> None:
     assert "DS_ETP=1" in output and "ds-etp run" in output
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_ends_the_job(config: Path) -> None:
     code, output = launch(commands(config, "--fail-on-rank", "1")["torchrun"])
     assert code != 0

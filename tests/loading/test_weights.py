@@ -54,7 +54,7 @@ def plainly(folder: str, config: dict[str, Any], **arguments: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **arguments)
 
 
-@pytest.mark.sample("mixtral-layouts1", "gpt_oss-layouts4", "llama4_text-layouts5")
+@pytest.mark.sample("mixtral-layouts1", "gpt_oss-layouts4")
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [

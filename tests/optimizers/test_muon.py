@@ -63,7 +63,7 @@ def _in_one_process(launcher: Launcher, recipe: Recipe, layout: Layout, params: 
     return _PLAIN[key]
 
 
-@pytest.mark.sample("0-tp2 etp2", "1-etp2 ep2", "2-etp2 edp2", "3-tp2 etp4")
+@pytest.mark.sample("1-etp2 ep2", "3-tp2 etp4")
 @pytest.mark.parametrize(
     ("stage", "split"),
     [

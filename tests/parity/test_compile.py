@@ -48,7 +48,7 @@ def eager(launcher: Launcher, recipe: Recipe, layout: Layout) -> Any:
     return launcher.run(layout.world, train, recipe=replace(recipe, dp=layout.dp), layout=layout)[0]
 
 
-@pytest.mark.sample("tp", "zero3")
+@pytest.mark.sample("zero3")
 @pytest.mark.parametrize(
     ("how", "recipe", "layout"),
     [

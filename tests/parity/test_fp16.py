@@ -42,7 +42,7 @@ def check(launcher: Launcher, layout: Layout) -> None:
         assert error <= limit, f"{kind} is off by {error:.1e}; plain fp16 by {allowed[kind]:.1e}"
 
 
-@pytest.mark.sample("1-(2, 2, 1)", "2-(1, 1, 2)", "3-(1, 2, 1)")
+@pytest.mark.sample("2-(2, 2, 1)", "3-(1, 2, 1)")
 @pytest.mark.parametrize("split", [(1, 2, 1), (1, 1, 2), (2, 2, 1)], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:
@@ -60,7 +60,7 @@ def test_static_scale(launcher: Launcher, stage: int, scale: int) -> None:
     check(launcher, Layout(4, tp=2, etp=2, stage=stage, extra=fp16(loss_scale=scale)))
 
 
-@pytest.mark.sample("1-(1, 2, 2)", "2-(2, 2, 1)", "3-(1, 2, 1)")
+@pytest.mark.sample("1-(1, 2, 2)", "3-(1, 2, 1)")
 @pytest.mark.parametrize("split", [(1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_overflow_of_one_expert(launcher: Launcher, stage: int, split: tuple[int, int, int]) -> None:

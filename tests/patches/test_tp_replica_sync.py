@@ -75,6 +75,7 @@ def train_nudged(layout: Layout) -> tuple[Run, list[set[str]], list[list[str]]]:
         tp_replica_sync.compare_and_repair = original
 
 
+@pytest.mark.sample("1-bf16", "3-fp32")
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
 def test_one_bit_of_one_router(launcher: Launcher, stage: int, dtype: str) -> None:
     """Found at the next check, repaired, and alike afterwards; the run is that of one process."""

@@ -22,7 +22,7 @@ BEFORE = {0: Layout(4, 2, 4, 1, 0), 1: Layout(4, 1, 2, 2, 1), 2: Layout(4, 2, 2,
 AFTER = {0: Layout(2, 1, 1, 2, 3), 1: Layout(4, 2, 1, 2, 0), 2: Layout(2, 1, 2, 1, 1), 3: Layout(4, 1, 4, 1, 2)}
 
 
-@pytest.mark.sample("1", "3")
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_adapters(launcher: Launcher, tmp_path: Path, stage: int) -> None:
     """Base, adapters and their moments."""

@@ -26,6 +26,7 @@ def test_the_shipped_file_names_our_json() -> None:
     assert content["distributed_type"] == "DEEPSPEED"
 
 
+@pytest.mark.full
 def test_accelerate_launch(tmp_path: Path) -> None:
     content = yaml.safe_load(SHIPPED.read_text())
     config = {**deepspeed_config(Layout(world=2, etp=2, stage=1)), "gradient_clipping": 0.5}

@@ -22,6 +22,7 @@ from tests.trainer.trl_runs import Case, run_plain, run_sharded
 FACTOR = 10
 
 
+@pytest.mark.sample(1, 2, 4)
 @pytest.mark.parametrize(
     ("case", "stage"),
     [
@@ -48,6 +49,7 @@ def test_equals_one_process(launcher: Launcher, tmp_path: Path, case: Case, stag
         assert error <= TENSOR, f"{name} is off by {error:.1e} of its largest entry"
 
 
+@pytest.mark.full
 def test_grpo_that_samples(launcher: Launcher, tmp_path: Path) -> None:
     """Ranks of a tensor-parallel group have the same completions, or their losses would differ and the run stop."""
     layout = Layout(world=4, tp=2, etp=2, stage=3)

@@ -264,6 +264,7 @@ class OwnModel(MixtralForCausalLM):
 """
 
 
+@pytest.mark.full
 def test_remote_code_and_a_quiet_command(tmp_path: Path) -> None:
     """In a process of its own: transformers keeps such code in a cache, and the command says nothing but its tables."""
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
