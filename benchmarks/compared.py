@@ -83,15 +83,20 @@ def _pairs(samples: dict[Key, Samples], aims: Sequence[Target]) -> Iterator[tupl
             yield shape, target, own, peer
 
 
+_WORDS = {"forward_backward": "forward + backward", "processor": "its CPU time", "step": "whole step"}
+
+
 def _ratios(samples: dict[Key, Samples]) -> str:
     rows = []
     for shape, target, own, peer in _pairs(samples, targets()):
-        passes, whole, processor = (ratio(own, peer, of) for of in ("forward_backward", "step", "processor"))
-        if passes is None or whole is None or processor is None:
+        values = {of: ratio(own, peer, of) for of in _WORDS}
+        aimed = values[target.of]
+        if aimed is None:
             continue
-        met = _verdict(passes, target.most.get(shape))
-        rows.append((shape, target.case, target.peer, f"{passes:.2f}", f"{processor:.2f}", f"{whole:.2f}", met))
-    return table(("model", "case", "beside", "forward + backward", "its CPU time", "whole step", "aim"), rows)
+        met = _verdict(aimed, target.most.get(shape))
+        met = met and f"{_WORDS[target.of]} {met}"
+        rows.append((shape, target.case, target.peer, *(f"{value:.2f}" for value in values.values()), met))
+    return table(("model", "case", "beside", *_WORDS.values(), "aim"), rows)
 
 
 def messages(samples: dict[Key, Samples]) -> str:
