@@ -43,7 +43,7 @@ class _Gathered:
         sizes: the rows of each expert rank.
         num_rows: of the message.
         real_rows: `[n]`, which of them are rows of a peer; None where all are.
-        pairs: of the message's rows; None without ep.
+        pairs: of the message's rows; None where rows are handed out as they came.
         counts: rows of each local expert, where they were asked for.
     """
 
@@ -181,7 +181,7 @@ class AllGather(TokenDispatcher):
     ) -> _Gathered:
         """What is to be known of a message."""
         x, _, index = views
-        if self.groups.topology.ep == 1:
+        if not self.makes_pairs(options):
             if counts is None and options.needs_counts:
                 counts = LocalPairs.of(index, self.first_expert, self.local_experts).counts
             longest, real_rows = max(sizes), None
@@ -189,11 +189,13 @@ class AllGather(TokenDispatcher):
                 starts = np.arange(len(sizes), dtype=np.int64) * longest
                 (real_rows,) = expand_ranges(x.device, (starts, np.array(sizes, dtype=np.int64)))
             return _Gathered(sizes, len(x), real_rows, None, counts)
-        pairs = (
-            self._local_pairs(x, index, options)
-            if counts is None
-            else LocalPairs.of(index, self.first_expert, self.local_experts, counts=counts)
-        )
+        first, experts = self.first_expert, self.local_experts
+        if counts is not None:
+            pairs = LocalPairs.of(index, first, experts, counts=counts)
+        elif self.groups.topology.ep == 1:
+            pairs = LocalPairs.of(index, first, experts, count=sum(sizes) * index.shape[1])
+        else:
+            pairs = self._local_pairs(x, index, options)
         return _Gathered(sizes, len(x), None, pairs, pairs.counts)
 
     def to_tokens(

@@ -91,7 +91,7 @@ class AllToAll(TokenDispatcher):
         """See `TokenDispatcher.dispatch`. The host has to know counts here, so there are never sentinels."""
         with torch.no_grad():
             if again is None:
-                dispatched = self.dispatch_forward(x, index, weights, needs_counts=options.needs_counts)
+                dispatched = self.dispatch_forward(x, index, weights, options)
             else:
                 dispatched = self._dispatch_again(x, weights, again.handle)
         route = dispatched.route
@@ -104,7 +104,7 @@ class AllToAll(TokenDispatcher):
             len(rows),
             len(x),
             route,
-            by_expert=self.groups.topology.ep > 1,
+            by_expert=route.k_index is not None,
             counts=route.expert_counts,
         )
 
@@ -125,13 +125,15 @@ class AllToAll(TokenDispatcher):
         ep_ranks = torch.arange(self.groups.ep.size, device=index.device)
         return ((index // self.local_experts)[:, None] == ep_ranks[:, None]).sum(2)
 
-    def dispatch_forward(self, x: Tensor, index: Tensor, weights: Tensor, *, needs_counts: bool = False) -> _Dispatched:
+    def dispatch_forward(
+        self, x: Tensor, index: Tensor, weights: Tensor, options: DispatchOptions = PLAIN
+    ) -> _Dispatched:
         """Tokens `[T, H]`, `[T, K]`, `[T, K]` to assignments `[a, H]`, `[a, k]`, `[a, k]`, and the way back."""
         layout, tokens = self.layout, len(x)
         held = layout.held_rows(tokens)
         choices = self.choices(index[held.start : held.stop])
         own = layout.owned(tokens, layout.expert_mp_rank)
-        counted = index[own.start : own.stop] if needs_counts else None
+        counted = index[own.start : own.stop] if options.needs_counts else None
         counts = self._counts.run(choices, tokens, counted)
         padding = None
         if self.gathers_over_etp and not layout.tp_local_ranks:
@@ -146,7 +148,7 @@ class AllToAll(TokenDispatcher):
         if padding is not None:
             choices = self.choices(unpadded(inputs[2], owned))
         plan = type(self).make_plan(layout, counts, tokens, choices > 0)
-        return self._assign(plan, exchange(self.groups, plan, inputs), index.dtype, counts.experts)
+        return self._assign(plan, exchange(self.groups, plan, inputs), index.dtype, options, counts.experts)
 
     def _dispatch_again(self, x: Tensor, weights: Tensor, route: AllToAllRoute) -> _Dispatched:
         """The same tokens by the same route."""
@@ -158,12 +160,14 @@ class AllToAll(TokenDispatcher):
         plan: RoutingPlan,
         buffer: Sequence[Tensor],
         index_dtype: torch.dtype,
+        options: DispatchOptions,
         expert_counts: tuple[int, ...] | None,
     ) -> _Dispatched:
         rows, partial_rows, k_index = plan.rows, plan.partial_rows, None
         local = buffer[2].index_select(0, rows).to(index_dtype)
-        if self.groups.topology.ep > 1:
-            pairs = LocalPairs.of(local, self.first_expert, self.local_experts, count=plan.num_assignments)
+        if self.makes_pairs(options):
+            count = plan.num_assignments if self.groups.topology.ep > 1 else local.numel()
+            pairs = LocalPairs.of(local, self.first_expert, self.local_experts, count=count)
             k_index, local = pairs.k_index, pairs.index
             rows, partial_rows = rows[pairs.row], partial_rows[pairs.row]
         route = AllToAllRoute.of(

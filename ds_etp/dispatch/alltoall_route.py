@@ -44,7 +44,7 @@ class AllToAllRoute:
         by_partial_row: the assignments of each partial row.
         by_own_row: of each own row, its sum that stayed and those that came back, one behind the other.
         index: `[a, k]`, over this rank's experts.
-        k_index: `[a]`, which of its token's K experts it is; None without ep, where a row is one assignment.
+        k_index: `[a]`, which of its token's K experts it is; None where a row is one assignment.
         num_choices: K.
         expert_counts: assignments of each local expert, where they were asked for.
         reduce_dtype: what partial sums are added up in; None for their own dtype.

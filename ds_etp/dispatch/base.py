@@ -27,12 +27,12 @@ class DispatchOptions:
     """What the experts module asks of its dispatcher.
 
     Attributes:
-        skips_sentinels: whether the forward that follows takes rows in the order of their experts and skips those with
-            an index one above this rank's last.
+        sorted_rows: whether the forward that follows takes one row for each pair, in the order of their experts, and
+            skips those with an index one above this rank's last.
         needs_counts: whether it has to know on the host how many rows each expert has.
     """
 
-    skips_sentinels: bool = False
+    sorted_rows: bool = False
     needs_counts: bool = False
 
 
@@ -128,12 +128,20 @@ class TokenDispatcher(ABC):
         From what the host knows anyway. A rank of an all-reduce sends what it would in a ring.
         """
 
+    def makes_pairs(self, options: DispatchOptions) -> bool:
+        """Whether rows are (token, local expert) pairs.
+
+        Among ep ranks, since families don't agree on an index for "not here"; and for a forward that would else sort
+        them itself, with copies out and back.
+        """
+        return self.groups.topology.ep > 1 or options.sorted_rows
+
     def _local_pairs(self, x: Tensor, index: Tensor, options: DispatchOptions) -> LocalPairs:
         """The pairs of rows that have arrived, where no message has told their number."""
+        if self.groups.topology.ep == 1:  # every choice is one
+            return LocalPairs.of(index, self.first_expert, self.local_experts, count=index.numel())
         few = not options.needs_counts and are_few(index, self.local_experts, x)
-        return LocalPairs.of(
-            index, self.first_expert, self.local_experts, with_sentinels=options.skips_sentinels and few
-        )
+        return LocalPairs.of(index, self.first_expert, self.local_experts, with_sentinels=options.sorted_rows and few)
 
     def _to_local(
         self,
@@ -151,8 +159,7 @@ class TokenDispatcher(ABC):
         `copied`: peers that all hold these tokens, and among whom gradients are to be summed.
         """
         count, pairs = len(x), None
-        if self.groups.topology.ep > 1:
-            # One row for each (token, local expert) pair: families don't agree on an index for "not here".
+        if self.makes_pairs(options):
             pairs = self._local_pairs(x, index, options) if again is None else again.pairs
             assert pairs is not None
             index = pairs.index

@@ -168,7 +168,7 @@ def experts_forwards(model: nn.Module) -> tuple[list[tuple[str, str]], str]:
 def _gets_sorted_rows(module: Any) -> bool:
     """Whether dispatchers bring rows expert by expert to a sharded module that is called in the usual way."""
     shard: Shard = module.ds_etp_shard
-    return shard.topology.ep > 1 and shard.sorted_forward is not None
+    return shard.sorted_forward is not None
 
 
 def _experts_forward(module: Any) -> str:

@@ -38,7 +38,9 @@ def sorted_calls(recipe: Recipe, layout: Layout) -> int:
         ("grouped_mm", Layout(world=2, ep=2, dispatcher="alltoall"), 2),
         ("grouped_mm", Layout(world=2, ep=2, dispatcher="allgather"), 2),
         ("grouped_mm", Layout(world=2, tp=2, ep=2), 2),
-        ("grouped_mm", Layout(world=2, tp=2, etp=2), 0),  # rows are tokens: the family's own forward picks pairs
+        ("grouped_mm", Layout(world=2, tp=2, etp=2), 2),
+        ("grouped_mm", Layout(world=2, etp=2, dispatcher="alltoall"), 2),
+        ("grouped_mm", Layout(world=2, etp=2, dispatcher="allgather"), 2),
         ("eager", Layout(world=2, ep=2), 0),
     ],
     ids=str,
