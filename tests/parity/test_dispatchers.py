@@ -80,7 +80,7 @@ def test_grouped_mm(launcher: Launcher, dispatcher: str, family: str) -> None:
     assert_equal_runs(run, train_unsharded(recipe))
 
 
-@pytest.mark.sample("replicated-gpt_oss")
+@pytest.mark.sample("replicated-gpt_oss", "allgather-qwen3_moe")
 @pytest.mark.parametrize(("dispatcher", "family"), [("replicated", "gpt_oss"), ("allgather", "qwen3_moe")])
 def test_few_rows(launcher: Launcher, dispatcher: str, family: str) -> None:
     """Nobody counts them: what no expert has computed holds anything until it is masked, in every gradient."""

@@ -120,8 +120,13 @@ def _forward(
 
     def project(name: str, rows: Tensor) -> Tensor:
         bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-        out = linear(rows, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed)
-        return out if nobodys is None else out.masked_fill(nobodys, 0)
+        return known(linear(rows, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed))
 
-    out = project("down_proj", gated(project(first, x))) * weights
-    return out.to(x.dtype)
+    def known(rows: Tensor) -> Tensor:
+        return rows if nobodys is None else rows.masked_fill(nobodys, 0)
+
+    hidden = gated(project(first, x))
+    if module.has_bias:
+        return (project("down_proj", hidden) * weights).to(x.dtype)
+    # The same sums, weighted where a row has I / etp columns instead of H: three passes, forward and backward.
+    return project("down_proj", known(hidden * weights).to(hidden.dtype)).to(x.dtype)
