@@ -62,6 +62,8 @@ PEFT_DELTA_FACTORS = "0.21"
 
 # `patches.transformers.grouped_mm` calls `_grouped_linear` as it is from this release on.
 TRANSFORMERS_GROUPED_LINEAR = "5.8"
+# Trainer's loss of a shared sequence has the gradient of a rank's own part from this release on.
+TRANSFORMERS_OWN_SHARE_LOSS = "5.25"
 
 
 def check_host_versions(zero_stage: int, tp: int) -> None:
@@ -119,6 +121,11 @@ def check_muon_version() -> None:
         ConfigError: names the release found and the one that works.
     """
     _refuse_before(DEEPSPEED_MUON, "the Muon optimizer and matrices that are split over ranks", "another optimizer")
+
+
+def has_own_share_loss() -> bool:
+    """Whether `patches.transformers.sequence_loss` has something to correct."""
+    return _at_least("transformers", TRANSFORMERS_OWN_SHARE_LOSS)
 
 
 def _refuse_before(release: str, tried_with: str, otherwise: str) -> None:

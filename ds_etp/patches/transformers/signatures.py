@@ -30,6 +30,8 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         # Without it there is no guard to get past.
         "_apply_weight_conversions_to_state_dict": ("model, state_dict, weight_mapping", _ABSENT),
         "deepspeed_config": "",
+        "deepspeed_sp_compute_loss": ("accelerator, model, inputs, return_outputs, pc", _ABSENT),
+        "is_deepspeed_zero3_enabled": "",
         "unset_hf_deepspeed_config": "",
         "_hf_deepspeed_config_weak_ref": _EXISTS,
     },
