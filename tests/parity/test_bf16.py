@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.hosts import skip_if_refused
 from tests.launcher import Launcher
 from tests.oracle import Recipe, Run, train_unsharded
 from tests.sharded import Layout, train
@@ -72,6 +73,7 @@ def test_bf16(
     """Losses, norms, gradients and weights of four clipped steps."""
     tp, etp, ep = split
     layout = Layout(world=4, tp=tp, etp=etp, ep=ep, stage=stage, dtype="bf16", extra=extra)
+    skip_if_refused(layout)
     assert_as_close_as_plain_bf16(
         launcher, Recipe(dp=layout.dp, optimizer="sgd", steps=4, changes=EVERY_EXPERT), layout
     )

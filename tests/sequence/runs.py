@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils import groups
-from packaging.version import Version
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_etp.patches.versions import DEEPSPEED_SEQUENCES
 from tests.oracle import Recipe, Run
 from tests.sharded import Layout, make_engine, run_steps
 
@@ -60,11 +57,6 @@ class Sequences(Recipe):
         if not dist.is_initialized() or groups._get_sequence_parallel_world_size() == 1:
             return loss
         return aggregate(loss, batch["shift_labels"])
-
-
-def sequences_supported() -> bool:
-    """Whether the installed DeepSpeed is one that Ulysses was tried with."""
-    return Version(version("deepspeed")) >= Version(DEEPSPEED_SEQUENCES)
 
 
 def aggregate(loss: Tensor, labels: Tensor) -> Tensor:

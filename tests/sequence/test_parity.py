@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import needs_sequences
 from tests.launcher import Launcher
 from tests.oracle import train_unsharded
-from tests.sequence.runs import Sequences, sequences_supported, train
+from tests.sequence.runs import Sequences, train
 from tests.sharded import Layout
 from tests.tolerances import assert_equal_runs
 
@@ -36,7 +37,7 @@ def _assert_parity(launcher: Launcher, recipe: Sequences, layout: Layout) -> Non
     assert_equal_runs(run, train_unsharded(recipe))
 
 
-@pytest.mark.skipif(not sequences_supported(), reason="sequence parallelism is refused with this DeepSpeed")
+@needs_sequences
 @pytest.mark.sample("0-4x1-qwen3_moe", "1-2x2-mixtral", "2-1x2-mixtral", "3-2x1-qwen3_moe")
 @pytest.mark.parametrize(("stage", "etp", "ep", "recipe"), _cases())
 def test_two_sequences_over_four_ranks(launcher: Launcher, stage: int, etp: int, ep: int, recipe: Sequences) -> None:

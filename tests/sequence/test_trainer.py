@@ -15,8 +15,9 @@ import transformers.trainer
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
 from ds_etp.patches.versions import has_own_share_loss
+from tests.hosts import needs_sequences
 from tests.launcher import Launcher
-from tests.sequence.runs import CORE, aggregate, give_attention_back, sequences_supported
+from tests.sequence.runs import CORE, aggregate, give_attention_back
 from tests.sharded import Layout
 from tests.trainer.runs import Job, Outcome, run_sharded
 from tests.trainer.test_trainer import LIMIT, assert_equal, plain
@@ -61,7 +62,7 @@ LAYOUTS = {
 
 @pytest.mark.sample("zero3")
 @pytest.mark.compat  # what a rank backpropagates of the loss differs between releases of transformers
-@pytest.mark.skipif(not sequences_supported(), reason="sequence parallelism is refused with this DeepSpeed")
+@needs_sequences
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_trains_like_trainer_alone(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     """Losses, norms, evaluation and weights equal those of a run on whole sequences."""

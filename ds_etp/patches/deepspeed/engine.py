@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_etp.patches.base import MethodPatch
 
@@ -48,6 +49,9 @@ def engine_patches(events: EngineEvents) -> list[MethodPatch]:
         @functools.wraps(original)
         def _do_sanity_check(self: Any) -> Any:
             result = original(self)
+            # 0.19.4 and later have set it by now; earlier ones will, by what has made it an engine of this class.
+            if "pipeline_parallelism" not in vars(self):
+                self.pipeline_parallelism = isinstance(self, PipelineEngine)
             events.on_config(self)
             return result
 

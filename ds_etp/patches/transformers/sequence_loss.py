@@ -1,10 +1,10 @@
 """Trainer's loss under sequence parallelism, where ranks backpropagate their own part of it (transformers 5.25 on).
 
-Up to 5.24 `deepspeed_sp_compute_loss` gathers the losses of a sequence's parts with a differentiable collective, so that
-each part gets the gradient of the whole loss sp times: `patches.deepspeed.ulysses` averages gradients over all ranks for
-that. From 5.25 on it backpropagates a rank's own part, times sp where it takes DeepSpeed to average (ZeRO-3 before
-DeepSpeed 0.20.2). With split experts gradients are averaged at all stages, so the factor is sp at all of them; without it
-gradients would be sp times too small at stages 0 to 2. Can go together with the corrections of `ulysses`.
+Up to 5.24 `deepspeed_sp_compute_loss` gathers the losses of a sequence's parts with a differentiable collective, so
+that each part gets the gradient of the whole loss sp times: `patches.deepspeed.ulysses` averages gradients over all
+ranks for that. From 5.25 on it backpropagates a rank's own part, times sp where it takes DeepSpeed to average (ZeRO-3
+before DeepSpeed 0.20.2). With split experts gradients are averaged at all stages, so the factor is sp at all of them;
+without it gradients would be sp times too small at stages 0 to 2. Can go together with the corrections of `ulysses`.
 """
 
 from __future__ import annotations
