@@ -1,4 +1,4 @@
-"""The way into DeepSpeed's engine: four of its methods, the same from 0.19.5 to 0.19.8.
+"""The way into DeepSpeed's engine: four of its methods, the same from 0.18.6 to 0.19.8.
 
 DeepSpeed has no plugin mechanism. These are the moments that matter: sizes known and nothing made yet,
 just before AutoTP, just before the model is cast, moved and broadcast, and around the making of the optimizer.
@@ -18,7 +18,7 @@ from ds_etp.patches.base import MethodPatch
 
 
 def raw_config(engine: Any) -> dict[str, Any]:
-    """The engine's config as it was given, blocks that DeepSpeed doesn't know included (0.19.5 to 0.19.8)."""
+    """The engine's config as it was given, blocks that DeepSpeed doesn't know included (0.18.6 to 0.19.8)."""
     raw: dict[str, Any] = engine._config._param_dict
     return raw
 

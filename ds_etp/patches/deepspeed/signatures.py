@@ -1,4 +1,4 @@
-"""DeepSpeed's functions that are patched, overridden, or called by position, as releases 0.19.5 to 0.19.8 have them.
+"""DeepSpeed's functions that are patched, overridden, or called by position, as releases 0.18.6 to 0.19.8 have them.
 
 How an entry is written: see `ds_etp.patches.signatures`.
 """

@@ -1,4 +1,4 @@
-"""transformers' functions that are patched, overridden, or called by position, as releases 5.0 to 5.24 have them.
+"""transformers' functions that are patched, overridden, or called by position, as releases 5.0 to 5.25 have them.
 
 How an entry is written: see `ds_etp.patches.signatures`. `_grouped_linear` isn't here: `grouped_mm` looks at it itself,
 and runs the family's own forward where it is another.
