@@ -57,6 +57,7 @@ from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, spl
 from ds_etp.patches.signatures import check_signatures
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from ds_etp.patches.transformers.generation import sync_generation
+from ds_etp.patches.transformers.sequence_loss import install_sequence_loss
 from ds_etp.patches.transformers.zero3_loading import loading_patches
 from ds_etp.patches.trl.tp_rollouts import rollout_patches
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
@@ -237,6 +238,7 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     block = engine.ds_etp.block
     if groups.topology.cp > 1:
         sequence.fix_stage0_grad_scale(engine)
+        install_sequence_loss()
     check_first_losses(engine, groups.tp)
     check_first_gradients(engine, groups.tp)
     sync_replicas(engine, groups.tp, block.replica_check_interval)

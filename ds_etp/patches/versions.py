@@ -14,10 +14,13 @@ from packaging.version import Version
 from ds_etp.errors import config_error
 from ds_etp.log import logger
 
-DEEPSPEED_MIN = "0.19.5"
+# `setup.py` asks for it; functions of torch's are looked at where they are used (`patches.torch.subgroups`).
+TORCH_MIN = "2.9"
+TORCH_MAX = "2.14"
+DEEPSPEED_MIN = "0.18.6"
 DEEPSPEED_MAX = "0.19.8"
 TRANSFORMERS_MIN = "5.0"
-TRANSFORMERS_MAX = "5.24"
+TRANSFORMERS_MAX = "5.25"
 # Only for models that PEFT has wrapped.
 PEFT_MIN = "0.18"
 PEFT_MAX = "0.21"
@@ -47,6 +50,10 @@ _OTHER_WAYS = {
     "trl.vllm": "use_vllm=false, at which the engine itself generates",
     "accelerate": "call deepspeed.initialize without accelerate",
 }
+# Their ZeRO 1 and 2 fail at the first step, with us or without: they gather partitions of the wrong sizes.
+DEEPSPEED_BROKEN = ("0.18.8", "0.18.9")
+# AutoTP doesn't say before this release which part of a weight a rank has, so nothing can put the whole together.
+DEEPSPEED_TP = "0.19.0"
 # ZeRO-3 has no process group of its own for a parameter before this release: experts come out wrong, in silence.
 DEEPSPEED_ZERO3 = "0.19.5"
 # ZeRO-3 with tensor parallelism takes a wrong gradient norm before this release, with or without us.
@@ -62,6 +69,8 @@ PEFT_DELTA_FACTORS = "0.21"
 
 # `patches.transformers.grouped_mm` calls `_grouped_linear` as it is from this release on.
 TRANSFORMERS_GROUPED_LINEAR = "5.8"
+# Trainer's loss of a shared sequence has the gradient of a rank's own part from this release on.
+TRANSFORMERS_OWN_SHARE_LOSS = "5.25"
 
 
 def check_host_versions(zero_stage: int, tp: int) -> None:
@@ -70,6 +79,21 @@ def check_host_versions(zero_stage: int, tp: int) -> None:
     Raises:
         ConfigError: names the release found and what works.
     """
+    if zero_stage in (1, 2) and Version(version("deepspeed")).base_version in DEEPSPEED_BROKEN:
+        raise config_error(
+            "zero_optimization.stage",
+            zero_stage,
+            f"fails at its first step in DeepSpeed {version('deepspeed')}, without ds_etp too",
+            works=f"0, or another DeepSpeed from {DEEPSPEED_MIN} to {DEEPSPEED_MAX}",
+        )
+    if tp > 1 and not _at_least("deepspeed", DEEPSPEED_TP):
+        raise config_error(
+            "tensor_parallel.autotp_size",
+            tp,
+            f"splits weights in DeepSpeed {version('deepspeed')} and leaves no note how: checkpoints and exports could "
+            "not hold the whole ones",
+            works=f"1, or DeepSpeed {DEEPSPEED_TP} to {DEEPSPEED_MAX}",
+        )
     if zero_stage == 3 and not _at_least("deepspeed", DEEPSPEED_ZERO3):
         raise config_error(
             "zero_optimization.stage",
@@ -119,6 +143,11 @@ def check_muon_version() -> None:
         ConfigError: names the release found and the one that works.
     """
     _refuse_before(DEEPSPEED_MUON, "the Muon optimizer and matrices that are split over ranks", "another optimizer")
+
+
+def has_own_share_loss() -> bool:
+    """Whether `patches.transformers.sequence_loss` has something to correct."""
+    return _at_least("transformers", TRANSFORMERS_OWN_SHARE_LOSS)
 
 
 def _refuse_before(release: str, tried_with: str, otherwise: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.runs import RECIPE, load_and_go, save_after, tensors_of, unsharded
+from tests.hosts import skip_if_refused
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.parity.test_kinds import KINDS, TOLERANCES
@@ -32,7 +33,10 @@ PAIRS = {
     "tp4etp2 to plain": (Layout(4, 4, 2, 1, 3), Layout(2, stage=1, **PLAIN)),
     "plain to tp2etp2": (Layout(2, stage=2, **PLAIN), Layout(4, 2, 2, 1, 1)),
     "plain ZeRO-3 to etp2": (Layout(2, stage=3, **PLAIN), Layout(2, 1, 2, 1, 2)),
+    "etp2 to ep2": (Layout(2, 1, 2, 1, 2), Layout(2, 1, 1, 2, 1)),
 }
+# What `make compat` runs: where DeepSpeed keeps states differs between its releases.
+CORNER_CASES = ("tp2etp2 to ep2", "etp2ep2 to tp2etp2", "plain ZeRO-3 to etp2", "etp2 to ep2")
 
 
 def assert_next_steps(
@@ -59,9 +63,12 @@ def assert_next_steps(
     "tp4etp2 to plain",
     "plain ZeRO-3 to etp2",
 )
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.compat] if name in CORNER_CASES else []) for name in PAIRS]
+)
 def test_next_steps(launcher: Launcher, tmp_path: Path, name: str) -> None:
     before, after = PAIRS[name]
+    skip_if_refused(before, after)
     assert_next_steps(launcher, tmp_path, before, after)
 
 

@@ -16,7 +16,8 @@ from ds_etp.dispatch.cost import choose_dispatcher
 from ds_etp.experts.build import private_groups
 from ds_etp.parallel.process_groups import PRIVATE_KINDS, ExpertGroups, ProcessGroupInfo, make_group
 from ds_etp.parallel.topology import GroupKind, Topology
-from ds_etp.patches.torch.subgroups import new_subgroup_of_all
+from ds_etp.patches.torch import subgroups
+from ds_etp.patches.torch.subgroups import makes_one_group, new_subgroup_of_all
 from tests.launcher import Launcher
 from tests.oracle import Recipe
 from tests.parallel.test_process_groups import assert_working, count_groups
@@ -67,6 +68,7 @@ def test_groups_of_one_are_one() -> None:
     assert calls == ["ds_etp_cp"]
 
 
+@pytest.mark.compat  # on private functions of torch
 def test_members_and_nobody_else_share_a_name() -> None:
     """With gloo the members of a group find each other by its name, in a store that all groups share."""
     topology = Topology(64, tp=2, etp=4, ep=2, pp=2)
@@ -84,6 +86,7 @@ def test_members_and_nobody_else_share_a_name() -> None:
     assert len({name for by_name in names.values() for name in by_name}) == sum(map(len, names.values()))
 
 
+@pytest.mark.compat
 def test_a_bound_device_is_the_groups_too() -> None:
     """Calls are as few, and the device goes on. NCCL would split its communicator; the fake backend has none."""
     with as_rank(3, 512):
@@ -95,6 +98,40 @@ def test_a_bound_device_is_the_groups_too() -> None:
         assert len(calls) == len(made)
         assert [group.bound_device_id for group in made] == [world.bound_device_id] * len(made)
         groups.destroy()
+
+
+def test_a_torch_with_other_functions_makes_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subgroups, "_MAKES_ONE_GROUP", False)
+    assert calls_of(Topology(8, etp=2, ep=2), 5, ["ep"]) == [
+        *["ds_etp_expert_model_parallel"] * 2,
+        *["ds_etp_expert_dp"] * 4,
+        *["ds_etp_ep"] * 4,
+    ]
+
+
+# What torch 2.9 has, what 2.14 has, and what would be something else.
+OF_2_9 = "group_size, group_rank, global_ranks_in_group, backend, store, group_name, backend_options=None, timeout=None"
+OF_2_9 += ", pg_tag=None, device_id=None, group_desc=None"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits"),
+    [
+        (OF_2_9, True),
+        (f"{OF_2_9}, enable_reconfigure=False", True),
+        (f"{OF_2_9}, *, communicator", False),
+        (OF_2_9.replace("backend, store", "store, backend"), False),
+        (OF_2_9.replace("device_id", "device"), False),
+    ],
+)
+def test_what_makes_one_group(parameters: str, fits: bool) -> None:
+    assert makes_one_group(eval(f"lambda {parameters}: None")) is fits
+
+
+@pytest.mark.compat
+def test_the_installed_torch_makes_one_group() -> None:
+    """A release in the tested range that doesn't fails here, and only calls more often for a user."""
+    assert subgroups._MAKES_ONE_GROUP
 
 
 def test_a_group_that_was_not_made_is_not_the_world() -> None:
@@ -179,12 +216,14 @@ def stages_differ() -> list[GroupKind]:
 # In pytest
 
 
+@pytest.mark.compat
 def test_the_callers_timeout(launcher: Launcher) -> None:
     for (_, given), *seen in launcher.run(4, see_timeouts):
         assert given == 600  # of the workers; torch's default is 1800
         assert seen == [(f"ds_etp_{kind}", given) for kind in OWN_KINDS[:3]] + [("ds_etp_self", given)]
 
 
+@pytest.mark.compat
 def test_ranks_may_know_other_groups(launcher: Launcher) -> None:
     launcher.run(4, make_again_with_uneven_company, timeout=60)
 

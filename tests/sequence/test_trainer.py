@@ -1,7 +1,7 @@
 """Trainer with accelerate's `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` and split experts.
 
-Trainer aggregates the loss with torch's gather. Its backward (torch 2.13) fails for gloo groups other than the first
-ranks, so with tp, which spreads these groups, an all-reduce makes the same sum.
+Trainer (up to 5.24) aggregates the loss with torch's gather. Its backward (torch 2.13) fails for gloo groups other than
+the first ranks, so with tp, which spreads these groups, an all-reduce makes the same sum.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 import transformers.trainer
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
+from ds_etp.patches.versions import has_own_share_loss
+from tests.hosts import needs_sequences
 from tests.launcher import Launcher
 from tests.sequence.runs import CORE, aggregate, give_attention_back
 from tests.sharded import Layout
@@ -42,7 +44,7 @@ def run(job: Job, layout: Layout, folder: str) -> Outcome | None:
         sp_size=layout.sp, sp_backend="deepspeed", sp_handler=handler, dp_shard_size=layout.tp
     )
     options = (*job.options, ("parallelism_config", axes))
-    if layout.tp > 1:
+    if layout.tp > 1 and not has_own_share_loss():
         transformers.trainer.deepspeed_sp_compute_loss = reduced_loss
     try:
         return run_sharded(replace(job, options=options), layout, folder)
@@ -59,6 +61,8 @@ LAYOUTS = {
 
 
 @pytest.mark.sample("zero3")
+@pytest.mark.compat  # what a rank backpropagates of the loss differs between releases of transformers
+@needs_sequences
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_trains_like_trainer_alone(launcher: Launcher, tmp_path: Path, layout: Layout) -> None:
     """Losses, norms, evaluation and weights equal those of a run on whole sequences."""

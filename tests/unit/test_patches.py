@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ds_etp.errors import ConfigError
 from ds_etp.log import logger
 from ds_etp.patches import versions
 from ds_etp.patches.base import MethodPatch, override, swapped
-from ds_etp.patches.versions import check_host_versions
+from ds_etp.patches.versions import DEEPSPEED_BROKEN, check_host_versions
 
 # MethodPatch
 
@@ -232,13 +233,15 @@ def test_the_installed_releases_pass() -> None:
     check_host_versions(zero_stage=1, tp=1)
 
 
-@pytest.mark.parametrize("release", ["0.19.5", "0.19.6", "0.19.7", "0.19.8", "0.19.8+cu128", "0.19.8.post1"])
+@pytest.mark.parametrize(
+    "release", ["0.19.0", "0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8", "0.19.8+cu128", "0.19.8.post1"]
+)
 def test_deepspeed_in_range(installed: Callable[..., None], release: str) -> None:
     installed(deepspeed=release)
     check_host_versions(zero_stage=2, tp=2)
 
 
-@pytest.mark.parametrize("release", ["5.0.0", "5.15.1", "5.24.0", "5.24.3", "5.24.0.dev0"])
+@pytest.mark.parametrize("release", ["5.0.0", "5.15.1", "5.25.0", "5.25.3", "5.25.0.dev0"])
 def test_transformers_in_range(installed: Callable[..., None], release: str) -> None:
     installed(transformers=release)
     check_host_versions(zero_stage=2, tp=2)
@@ -262,8 +265,8 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[
     logger().removeHandler(caplog.handler)
 
 
-OUTSIDE = [("deepspeed", release) for release in ("0.18.6", "0.19.4", "0.19.9", "0.20.0", "1.0")]
-OUTSIDE += [("transformers", release) for release in ("4.57.3", "5.25.0", "5.25.0.dev0", "6.0.0")]
+OUTSIDE = [("deepspeed", release) for release in ("0.19.9", "0.20.0", "1.0")]
+OUTSIDE += [("transformers", release) for release in ("4.57.3", "5.26.0", "5.26.0.dev0", "6.0.0")]
 
 
 @pytest.mark.parametrize(("package", "release"), OUTSIDE)
@@ -274,7 +277,7 @@ def test_a_release_out_of_range_is_warned_of_once(
     for _ in range(2):
         check_host_versions(zero_stage=2, tp=2)
     (text,) = warnings_of()
-    tested = {"deepspeed": "0.19.5 to 0.19.8", "transformers": "5.0 to 5.24"}[package]
+    tested = {"deepspeed": "0.18.6 to 0.19.8", "transformers": "5.0 to 5.25"}[package]
     assert text.startswith(f"{package} {release} is outside the range that ds_etp was tested on, {tested}.")
     assert f'pip install "{versions.as_requirement(package)}"' in text
 
@@ -307,6 +310,45 @@ def test_the_command_in_the_message_gives_a_release_in_range() -> None:
 
     for package, (_, highest) in versions.RANGES.items():
         assert SpecifierSet(versions.as_requirement(package).removeprefix(package)).contains(highest), package
+
+
+@pytest.mark.parametrize("release", ["0.18.6", "0.18.7"])
+def test_before_0_19_without_tensor_parallelism(
+    installed: Callable[..., None], warnings_of: Callable[[], list[str]], release: str
+) -> None:
+    installed(deepspeed=release)
+    for stage in (0, 1, 2):
+        check_host_versions(stage, tp=1)
+    assert warnings_of() == []
+    assert message(zero_stage=1, tp=2) == (
+        f"tensor_parallel.autotp_size=2 splits weights in DeepSpeed {release} and leaves no note how: checkpoints and "
+        "exports could not hold the whole ones. Values that work: 1, or DeepSpeed 0.19.0 to 0.19.8."
+    )
+    assert "zero_optimization.stage=3" in message(zero_stage=3)
+
+
+def test_an_older_release_still_is_warned_of(
+    installed: Callable[..., None], warnings_of: Callable[[], list[str]]
+) -> None:
+    installed(deepspeed="0.18.5")
+    check_host_versions(zero_stage=2, tp=1)
+    assert warnings_of()[0].startswith("deepspeed 0.18.5 is outside the range")
+
+
+@pytest.mark.parametrize("release", DEEPSPEED_BROKEN)
+def test_releases_that_fail_by_themselves(installed: Callable[..., None], release: str) -> None:
+    installed(deepspeed=release)
+    for stage in (1, 2):
+        assert message(zero_stage=stage) == (
+            f"zero_optimization.stage={stage} fails at its first step in DeepSpeed {release}, without ds_etp too. "
+            "Values that work: 0, or another DeepSpeed from 0.18.6 to 0.19.8."
+        )
+    check_host_versions(zero_stage=0, tp=1)
+
+
+def test_setup_leaves_out_releases_that_fail() -> None:
+    setup = (Path(versions.__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
+    assert all(f"!={release}," in setup for release in DEEPSPEED_BROKEN)
 
 
 def test_zero3_with_tp_needs_the_newest(installed: Callable[..., None]) -> None:

@@ -21,6 +21,8 @@ from ds_etp.patches.peft.expert_lora import is_peft_model
 
 # The style transformers 5.0 has for routers in its tp_plans. A router serves experts split by ds_etp whole.
 _ROUTER_STYLE = "ep_router"
+# Absent before 0.19, whose AutoTP reads no plans.
+_PLAN = "_get_hf_tp_plan"
 
 
 def drop_expert_entries(plan: dict[str, str], expert_paths: Iterable[str]) -> dict[str, str]:
@@ -54,6 +56,9 @@ def dense_tp_plan(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
     the output layer.
     """
     paths = list(expert_paths)
+    if not hasattr(host, _PLAN):
+        yield
+        return
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def _get_hf_tp_plan(asked: Any) -> dict[str, str] | None:
@@ -67,6 +72,11 @@ def dense_tp_plan(model: Any, expert_paths: Iterable[str]) -> Iterator[None]:
 
     with swapped(host, "_get_hf_tp_plan", make):
         yield
+
+
+def hf_tp_plan(model: Any) -> dict[str, str]:
+    """The tensor-parallel plan that AutoTP reads from a model; empty where it goes by names of its own."""
+    return getattr(host, _PLAN, lambda _: None)(model) or {}
 
 
 @dataclass(frozen=True)
@@ -84,9 +94,10 @@ class DensePlan:
 
 def dense_plan(model: Any, expert_paths: Iterable[str]) -> DensePlan:
     """The tensor-parallel plan that AutoTP is shown of a model whose experts are at `expert_paths`."""
+    entries = drop_expert_entries(hf_tp_plan(model), expert_paths)
+    if not entries:
+        return DensePlan({})
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
-
-    entries = drop_expert_entries(host._get_hf_tp_plan(model) or {}, expert_paths)
 
     def is_refused(style: str) -> bool:
         try:

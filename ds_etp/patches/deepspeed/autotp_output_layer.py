@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from types import CodeType
 from typing import Any
@@ -28,6 +28,7 @@ from ds_etp.patches.base import swapped
 from ds_etp.patches.peft.expert_lora import is_peft_model
 
 KEY = "expert_tensor_parallel.replicate_lm_head"
+_TIED = "_is_vocab_parallel_lm_head"
 # Of a weight, what is the same for a part of it and the whole, in the sense that nothing is computed from it.
 _HARMLESS = ("dtype", "device", "requires_grad")
 
@@ -53,7 +54,7 @@ def reads_output_weight(model: Any) -> str | None:
     heads = {path.rpartition(".")[2] for path in output_layers(inner)} | {"get_output_embeddings"}
     for function in _functions(inner.forward):
         if any(_takes_weight(code) and heads & set(code.co_names) for code in _codes(function.__code__)):
-            return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"
+            return f"{function.__globals__.get('__name__')}.{function.__qualname__}"
     return None
 
 
@@ -126,7 +127,7 @@ def whole_output_layer(model: Any, wanted: bool | str, ds_config: Mapping[str, A
     with (
         swapped(AutoTP, "_replace", skipping),
         swapped(AutoTP, "_replace_with_config", skipping),
-        # Its own choice for tied embeddings, without being asked, is the same split.
-        swapped(AutoTP, "_is_vocab_parallel_lm_head", lambda _: lambda self, child, name: False),
+        # Its own choice for tied embeddings (from 0.19.5 on), without being asked, is the same split.
+        swapped(AutoTP, _TIED, lambda _: lambda self, child, name: False) if hasattr(AutoTP, _TIED) else nullcontext(),
     ):
         yield

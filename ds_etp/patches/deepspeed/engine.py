@@ -1,4 +1,4 @@
-"""The way into DeepSpeed's engine: four of its methods, the same from 0.19.5 to 0.19.8.
+"""The way into DeepSpeed's engine: four of its methods, the same from 0.18.6 to 0.19.8.
 
 DeepSpeed has no plugin mechanism. These are the moments that matter: sizes known and nothing made yet,
 just before AutoTP, just before the model is cast, moved and broadcast, and around the making of the optimizer.
@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_etp.patches.base import MethodPatch
 
 
 def raw_config(engine: Any) -> dict[str, Any]:
-    """The engine's config as it was given, blocks that DeepSpeed doesn't know included (0.19.5 to 0.19.8)."""
+    """The engine's config as it was given, blocks that DeepSpeed doesn't know included (0.18.6 to 0.19.8)."""
     raw: dict[str, Any] = engine._config._param_dict
     return raw
 
@@ -48,6 +49,9 @@ def engine_patches(events: EngineEvents) -> list[MethodPatch]:
         @functools.wraps(original)
         def _do_sanity_check(self: Any) -> Any:
             result = original(self)
+            # 0.19.4 and later have set it by now; earlier ones will, by what has made it an engine of this class.
+            if "pipeline_parallelism" not in vars(self):
+                self.pipeline_parallelism = isinstance(self, PipelineEngine)
             events.on_config(self)
             return result
 

@@ -21,7 +21,12 @@ def refresh_optimizer_flags(engine: Any, model: nn.Module) -> None:
 
 
 def allow_zero3_experts(engine: Any) -> None:
-    """ZeRO-3 turns down MoE layers that aren't AutoEP's (deepspeed 0.19.5 to 0.19.8). Ours are partitioned alike."""
+    """ZeRO-3 turns down MoE layers that aren't AutoEP's (deepspeed 0.19.5 to 0.19.8). Ours are partitioned alike.
+
+    Earlier releases are refused at ZeRO-3, by `versions.check_host_versions`.
+    """
+    if int(engine.zero_optimization_stage()) != 3:
+        return
 
     def make(_: Callable[..., Any]) -> Callable[..., Any]:
         return lambda: None

@@ -1,11 +1,11 @@
-"""DeepSpeed's functions that are patched, overridden, or called by position, as releases 0.19.5 to 0.19.8 have them.
+"""DeepSpeed's functions that are patched, overridden, or called by position, as releases 0.18.6 to 0.19.8 have them.
 
 How an entry is written: see `ds_etp.patches.signatures`.
 """
 
 from __future__ import annotations
 
-_EXISTS = "="
+_EXISTS, _ABSENT = "=", "-"
 # What tells of its groups, by AutoTP and by Ulysses: `ulysses_autotp` hands them on by name to an mpu.
 TENSOR_GETTERS = (
     "get_model_parallel_group",
@@ -47,7 +47,7 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "_zero3_consolidated_16bit_state_dict": "self, exclude_frozen_parameters",
         "_consolidated_16bit_state_dict": "self, exclude_frozen_parameters",
         "clip_fp32_gradients": "self",
-        "_validate_zero3_moe_compatibility": "self",
+        "_validate_zero3_moe_compatibility": ("self", _ABSENT),  # absent before 0.19.4, refused at ZeRO-3
         # wrapped on one engine; arguments are passed on
         "backward": "self, loss, ...",
         "step": "self, ...",
@@ -78,7 +78,7 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
     },
     # The other parameters differ between releases; `versions.check_muon_version` refuses all but one.
     "deepspeed.runtime.zero.muon.original_muon": {"muon_update": "grad, momentum, beta, ..."},
-    "deepspeed.runtime.zero.muon.muon_optimizer": {"muon_update": "grad, momentum, beta, ..."},
+    "deepspeed.runtime.zero.muon.muon_optimizer": {"muon_update": ("grad, momentum, beta, ...", _ABSENT)},
     "deepspeed.runtime.zero.partition_parameters": {"register_external_parameter": "module, parameter"},
     "deepspeed.runtime.zero.partition_parameters:GatheredParameters": {
         "__init__": "self, params, modifier_rank, fwd_module, enabled",
@@ -91,15 +91,15 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "mpu": "self",
     },
     "deepspeed.runtime.pipe.topology:ProcessTopology": {"get_dim": "self, axis", "get_coord": "self, rank"},
-    "deepspeed.runtime.tensor_parallel.config": {"_get_hf_tp_plan": "model"},
+    "deepspeed.runtime.tensor_parallel.config": {"_get_hf_tp_plan": ("model", _ABSENT)},  # absent before 0.19
     "deepspeed.module_inject.auto_tp:AutoTP": {
         "_replace": "self, child, name, ...",
         "_replace_with_config": "self, child, name",
-        "_is_vocab_parallel_lm_head": "self, child, name",
+        "_is_vocab_parallel_lm_head": ("self, child, name", _ABSENT),  # absent before 0.19.5
         "_get_model_type": "self",
     },
     "deepspeed.module_inject.autotp_config:AutoTPConfig": {"find_matching_spec": "self, param_name, model_type"},
-    "deepspeed.module_inject.tp_plan_converter:TPPlanConverter": {"convert": "hf_tp_plan"},
+    "deepspeed.module_inject.tp_plan_converter:TPPlanConverter": {"convert": ("hf_tp_plan", _ABSENT)},
     "deepspeed.module_inject.layers:ColumnParallel": {"forward": "ctx, group, input"},
     "deepspeed.module_inject.layers:LinearLayer": {"forward": "self, input"},
     "deepspeed.moe.utils": {

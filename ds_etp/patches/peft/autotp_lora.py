@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.module_inject import auto_tp as host
-from deepspeed.runtime.tensor_parallel import config
 from torch import nn
 
 from ds_etp.errors import config_error
 from ds_etp.patches.base import swapped
+from ds_etp.patches.deepspeed.autotp import hf_tp_plan
 from ds_etp.patches.peft.expert_lora import is_wrapper
 
 
@@ -35,7 +35,7 @@ def check_split_layers(model: nn.Module, tp: int, ds_config: Mapping[str, Any]) 
     if tp <= 1:
         return
     settings = ds_config.get("tensor_parallel", {})
-    has_plan = bool(settings.get("partition_config") or settings.get("preset_model") or config._get_hf_tp_plan(model))
+    has_plan = bool(settings.get("partition_config") or settings.get("preset_model") or hf_tp_plan(model))
     for path, module in model.named_modules():
         if not is_wrapper(module) or not _may_be_split(module):
             continue

@@ -1,4 +1,4 @@
-"""One process group a rank, of groups that tile the world, in one call however many they are (torch 2.13).
+"""One process group a rank, of groups that tile the world, in one call however many they are (torch 2.9 to 2.14).
 
 `dist.new_group` is to be called by every rank for every group: thousands of calls for one kind of group in a large
 world. Of what torch has for fewer calls, nothing makes groups again and again in one process:
@@ -11,11 +11,13 @@ world. Of what torch has for fewer calls, nothing makes groups again and again i
 
 So here a rank makes its own group as `new_group` does for a member, and under the name that `new_group` would take from
 its counter, which every rank moves on alike. With gloo only members meet. Where the default group is bound to a device,
-the backend splits its communicator, once for all groups together. Can go when `new_group` takes a name.
+the backend splits its communicator, once for all groups together. Where torch's own functions for it have other
+parameters, every rank makes every group. Can go when `new_group` takes a name.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,26 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 Partition = Sequence[Sequence[int]]
+
+_POSITIONAL = ["group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"]
+_BY_NAME = {"timeout", "device_id", "group_desc"}
+# A type of its own in newer releases (2.13), for type checkers only.
+_GroupName: Callable[[str], Any] = getattr(c10d, "GroupName", str)
+
+
+def makes_one_group(helper: Callable[..., Any]) -> bool:
+    """Whether torch's helper takes what `new_subgroup` gives it, and needs nothing else."""
+    parameters = list(inspect.signature(helper).parameters.values())
+    rest = parameters[len(_POSITIONAL) :]
+    return (
+        [parameter.name for parameter in parameters[: len(_POSITIONAL)]] == _POSITIONAL
+        and {parameter.name for parameter in rest} >= _BY_NAME
+        and all(parameter.default is not inspect.Parameter.empty for parameter in rest)
+    )
+
+
+# Of the torch that is installed, which is the same on all ranks.
+_MAKES_ONE_GROUP = makes_one_group(c10d._new_process_group_helper)
 
 
 def new_subgroup(own: Sequence[int], partition: Callable[[], Partition], desc: str) -> dist.ProcessGroup:
@@ -37,7 +59,8 @@ def new_subgroup(own: Sequence[int], partition: Callable[[], Partition], desc: s
     world: Any = dist.group.WORLD
     backend, store = c10d._world.pg_map[world]
     # MPI makes its groups together, and a default group that is a Python class by a method of its own.
-    if backend == dist.Backend.MPI or hasattr(world, "new_group") or not _have_colors(world, partition):
+    together = backend == dist.Backend.MPI or hasattr(world, "new_group")
+    if together or not _MAKES_ONE_GROUP or not _have_colors(world, partition):
         return new_subgroup_of_all(partition(), desc)
     name = f"{c10d._process_group_name(own, use_hashed_name=False)}:{own[0]}"  # the others of the call start elsewhere
     group: Any
@@ -47,7 +70,7 @@ def new_subgroup(own: Sequence[int], partition: Callable[[], Partition], desc: s
         list(own),
         backend,
         store,
-        c10d.GroupName(name),
+        _GroupName(name),
         timeout=default_timeout(),
         device_id=world.bound_device_id,
         group_desc=desc,

@@ -1,4 +1,4 @@
-"""transformers' functions that are patched, overridden, or called by position, as releases 5.0 to 5.24 have them.
+"""transformers' functions that are patched, overridden, or called by position, as releases 5.0 to 5.25 have them.
 
 How an entry is written: see `ds_etp.patches.signatures`. `_grouped_linear` isn't here: `grouped_mm` looks at it itself,
 and runs the family's own forward where it is another.
@@ -30,6 +30,8 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         # Without it there is no guard to get past.
         "_apply_weight_conversions_to_state_dict": ("model, state_dict, weight_mapping", _ABSENT),
         "deepspeed_config": "",
+        "deepspeed_sp_compute_loss": ("accelerator, model, inputs, return_outputs, pc", _ABSENT),
+        "is_deepspeed_zero3_enabled": "",
         "unset_hf_deepspeed_config": "",
         "_hf_deepspeed_config_weak_ref": _EXISTS,
     },
