@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers.trainer
-from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
+from transformers.integrations import deepspeed as integration
 
 from ds_etp.patches.versions import has_own_share_loss
 from tests.hosts import needs_sequences
@@ -21,6 +21,10 @@ from tests.sequence.runs import CORE, aggregate, give_attention_back
 from tests.sharded import Layout
 from tests.trainer.runs import Job, Outcome, run_sharded
 from tests.trainer.test_trainer import LIMIT, assert_equal, plain
+
+# None before Trainer shares sequences.
+deepspeed_sp_compute_loss = getattr(integration, "deepspeed_sp_compute_loss", None)
+pytestmark = pytest.mark.skipif(deepspeed_sp_compute_loss is None, reason="this Trainer doesn't share sequences")
 
 # One micro batch a step: Trainer takes the mean of their losses when sequences are split, else that of all tokens.
 # No auxiliary loss: it would be that of half sequences.
