@@ -214,7 +214,7 @@ def _autotp_chunks(
     dim: Any = meta.get("partition_dim")
     widths: Any = meta.get("sub_param_shard_widths") or [meta.get("partition_sizes")]
     if "partition_sizes" not in meta and meta.get("sub_param_shape") is None and None not in (shape, dim):
-        # DeepSpeed before 0.19.8 doesn't list them. Where every rank's part is as wide as this, there is one way to cut.
+        # DeepSpeed before 0.19.8 doesn't list them. Where every rank has this width, there is one way to cut.
         widths = [[shape[dim] // topology.tp] * topology.tp]
     if None not in (shape, dim, widths[0]) and not meta.get("unsupported_reason"):
         chunks = shard_chunks(tuple(shape), dim, widths, index)
