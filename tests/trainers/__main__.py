@@ -62,7 +62,7 @@ def _run_trainer(trainer: Trainer, text: str) -> bool:
         RESULTS.mkdir(exist_ok=True)
         content = {"releases": releases, "cases": results}
         (RESULTS / f"{trainer.name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    return done or bool(text) and len(results) == sum(text in id for id in known)
+    return done or (bool(text) and len(results) == sum(text in id for id in known))
 
 
 def _run_case(trainer: Trainer, case: Case, known: dict[str, Case]) -> dict[str, Any]:
