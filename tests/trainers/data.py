@@ -1,4 +1,4 @@
-"""A small Qwen3-MoE with a tokenizer of its own, and data sets in the trainers' formats, from Python's documentation."""
+"""A small Qwen3-MoE with its own tokenizer, and data sets in the trainers' formats, from Python's documentation."""
 
 from __future__ import annotations
 

@@ -79,10 +79,11 @@ def _fit_torchaudio(env: Path, trainer: Trainer) -> None:
     part needs torch's; torchaudio does without it where the file isn't there.
     """
     for folder in env.glob("lib/python*/site-packages/torchaudio"):
-        if subprocess.run([str(env / "bin" / "python"), "-c", "import torchaudio"], capture_output=True).returncode:
+        tried = [str(env / "bin" / "python"), "-c", "import torchaudio"]
+        if subprocess.run(tried, capture_output=True, check=False).returncode:
             for library in folder.glob("lib/*.so"):
                 library.unlink()
-            _run([str(env / "bin" / "python"), "-c", "import torchaudio"], trainer)
+            _run(tried, trainer)
 
 
 def _run(command: list[str], trainer: Trainer) -> None:

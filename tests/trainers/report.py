@@ -46,11 +46,11 @@ def read(trainer: Trainer) -> dict[str, Any]:
 
 def _row(trainer: Trainer, results: dict[str, Any]) -> str:
     cells = []
-    for column in COLUMNS:
+    for column, title in COLUMNS.items():
         mine = [case for case in cases(trainer) if case.column == column]
         text = _apart(results["cases"][case.id] for case in mine) if mine else "no"
         reasons = [reason for cell, reason in trainer.left_out.items() if cell.split()[0] == column]
-        anchor = f"#{trainer.title.lower()}-{COLUMNS[column].lower()}"
+        anchor = f"#{trainer.title.lower()}-{title.lower()}"
         cells.append("; ".join([f"[{text}]({anchor})" if mine else text, *reasons]))
     releases = results["releases"]
     names = ", ".join(f"{name} {releases[name]}" for name in [*trainer.packages[1:], "deepspeed", "torch"])

@@ -47,5 +47,7 @@ def test_looking_for_deepspeed_before_importing_it() -> None:
         "print('\\nSAID', all(found), is_registered(), len(left))\n"
     )
     environment = {**os.environ, VARIABLE: "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert "SAID True True 0" in done.stdout, done.stdout + done.stderr
