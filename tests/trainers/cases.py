@@ -117,6 +117,7 @@ class Case:
     column: str
     command: str
     output: Path
+    method: str = ""
     final: str = "."
     reference: str = ""
     compare: str = "both"
@@ -131,7 +132,7 @@ def cases(trainer: Trainer) -> Iterator[Case]:
 
     def case(id: str, job: Job, column: str, on: bool = True, **more: object) -> Case:
         command = ("DS_ETP=1 " if on else "") + trainer.train(job)
-        return Case(id, column, command, job.output, trainer.final, **more)  # type: ignore[arg-type]
+        return Case(id, column, command, job.output, job.method, trainer.final, **more)  # type: ignore[arg-type]
 
     for method in trainer.methods:
         layouts = [layout for layout in LAYOUTS if f"{method} {layout.name}" not in trainer.left_out]
@@ -156,7 +157,7 @@ def _around_full_training(trainer: Trainer, folder: Path, case: Callable[..., Ca
         yield case("resume", job, "resume", reference=reference, layout=RESUMED_IN, first_step=SAVED_STEP + 1)
     last = saved.with_name(f"checkpoint-{STEPS}")
     out = folder / "exported"
-    yield Case("export full", "export", f"ds-etp export {last} {out}", out, ".", reference, "weights")
+    yield Case("export full", "export", f"ds-etp export {last} {out}", out, reference=reference, compare="weights")
     job = Job("full", CONFIGS / f"{SAVED_IN.name}.json", folder / "unread")
     yield case("unread", job, "", on=False, reference=reference, warns=True)
 
@@ -169,7 +170,8 @@ def _merged(trainer: Trainer, folder: Path) -> Iterator[Case]:
         ("export lora", "export", f"lora-{SAVED_IN.name}", "plain merge"),
     ):
         out = folder / f"merged-{job}"
-        yield Case(id, column, trainer.merge(folder / job / trainer.final, out), out, ".", reference, "weights")
+        command = trainer.merge(folder / job / trainer.final, out)
+        yield Case(id, column, command, out, reference=reference, compare="weights")
 
 
 def data_command() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.trainers.cases import CONFIGS, MODEL, RANKS, Job, Trainer
+from tests.trainers.cases import CONFIGS, RANKS, Job, Trainer
 
 FILES = CONFIGS / "llamafactory"
 
@@ -20,10 +20,7 @@ def _train(job: Job) -> str:
 
 
 def _merge(adapter: Path, output: Path) -> str:
-    return (
-        f"llamafactory-cli export model_name_or_path={MODEL} adapter_name_or_path={adapter} "
-        f"template=qwen3_nothink export_dir={output}"
-    )
+    return f"llamafactory-cli export {FILES / 'merge.yaml'} adapter_name_or_path={adapter} export_dir={output}"
 
 
 TRAINER = Trainer(

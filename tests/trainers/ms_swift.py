@@ -15,11 +15,11 @@ def _train(job: Job) -> str:
     tuner = "lora" if job.method == "lora" else "full"
     words = [
         f"NPROC_PER_NODE={RANKS} swift {command} --model {MODEL} --model_type qwen3_moe --template chatml",
-        f"--dataset {DATA / data} --tuner_type {tuner} --torch_dtype float32",
+        f"--dataset {DATA / data} --tuner_type {tuner} --torch_dtype float32 --fp16 false",
         f"--deepspeed {job.config} --output_dir {job.output} --add_version false",
         f"--per_device_train_batch_size {job.rows} --gradient_accumulation_steps {ACCUMULATE} --num_train_epochs 1",
         f"--learning_rate {_RATES[job.method]} --adam_epsilon 1e-3 --lora_dropout 0",
-        f"--logging_steps 1 --save_steps {SAVED_STEP} --report_to none",
+        f"--logging_steps 1 --save_steps {SAVED_STEP} --report_to none --use_hf true",
     ]
     if job.resume is not None:
         words.append(f"--resume_from_checkpoint {job.resume}")
