@@ -21,6 +21,8 @@ LOSS = 1e-6
 PREFERENCE_LOSS = 1e-5
 # Four AdamW steps with eps 1e-3: see tests/oracle.py. Measured against the tensor's largest entry.
 WEIGHT = 1e-5
+# An adapter's B starts at zero: it is the steps alone, in which the rounding of small gradients counts in full.
+ADAPTER_WEIGHT = 1e-4
 UNREAD = "block that nobody reads: experts are NOT split"
 
 
@@ -85,7 +87,7 @@ def _compare_weights(case: Case, reference: Case) -> float:
             raise Differs(f"{case.id}: {name} is {tuple(got[name].shape)} instead of {tuple(tensor.shape)}")
         largest = max(tensor.float().abs().max().item(), noise)
         error = (got[name].float() - tensor.float()).abs().max().item() / largest
-        if not error <= WEIGHT:
+        if not error <= (ADAPTER_WEIGHT if "lora_" in name else WEIGHT):
             raise Differs(f"{case.id}: {name} is off by {error:.1e} of its largest entry")
         worst = max(worst, error)
     return worst
