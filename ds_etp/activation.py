@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from ds_etp.errors import ConfigError
 
@@ -32,18 +32,28 @@ def request() -> None:
 
 
 def find_deepspeed() -> ModuleSpec | None:
-    """DeepSpeed's spec, from the other finders, with a call of `on_deepspeed_import` after its import."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != _FINDER]
-    return _spec_with_call("deepspeed", on_deepspeed_import)
+    """DeepSpeed's spec, from the other finders, with a call of `on_deepspeed_import` after its import.
+
+    The finder of ds_etp.pth stays until then: `importlib.util.find_spec("deepspeed")`, by which transformers and others
+    look whether it is installed, takes a spec that nobody imports.
+    """
+    return _spec_with_call("deepspeed", None, _is_startup_finder, on_deepspeed_import)
 
 
-def _spec_with_call(name: str, call: Callable[[], None]) -> ModuleSpec | None:
-    spec = find_spec(name)
+def _is_startup_finder(finder: Any) -> bool:
+    return getattr(finder, "__name__", "") == _FINDER
+
+
+def _spec_with_call(name: str, path: Any, own: Callable[[Any], bool], call: Callable[[], None]) -> ModuleSpec | None:
+    """The spec by the finders that are not `own`. After its module's import those are gone, and `call` is called."""
+    others = [finder for finder in sys.meta_path if not own(finder)]
+    spec = next((found for finder in others if (found := finder.find_spec(name, path)) is not None), None)
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
+            sys.meta_path[:] = [finder for finder in sys.meta_path if not own(finder)]
             call()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -56,12 +66,11 @@ class _CallAfterImport:
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`."""
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        return _spec_with_call(name, self._call)
+        return _spec_with_call(name, path, lambda finder: finder is self, self._call)
 
 
 def on_deepspeed_import() -> None:
