@@ -3,6 +3,7 @@
 # make test-full  the same with the whole matrices: before a release, and after a change of a host's version
 # make lint    ruff and mypy
 # make compat  parity tests at the corners of the supported range, in environments of their own (slow, by hand)
+# make trainers  run other projects' trainers by their own commands, in environments of their own (slow, by hand)
 # make docs    write docs/models.md anew, from the installed transformers, and draw docs/pictures/ anew
 # make bench   measure traffic, time, memory and growth on this machine's CPU into benchmarks/results.md (slow, by hand)
 # make clean   remove what the above leave behind, except the virtual environment
@@ -21,6 +22,7 @@ DEMO_RANKS := 4
 DEMO_LIMIT := 900
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TRAINERS_ARGS ?=
 
 # DeepSpeed compiles its CPU collectives with ninja, which the virtual environment has.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -29,7 +31,7 @@ export OMP_NUM_THREADS := 1
 # What DeepSpeed compiles is kept with the environment it was compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: demo test test-full lint compat docs bench clean
+.PHONY: demo test test-full lint compat trainers docs bench clean
 .DELETE_ON_ERROR:
 
 CHECK_PYTHON = import sys; v = sys.version_info; \
@@ -80,6 +82,9 @@ lint: $(STAMP)
 compat:
 	PYTHON=$(PYTHON) tests/compat.sh
 
+trainers: $(STAMP)
+	$(BIN)/python -m tests.trainers $(TRAINERS_ARGS)
+
 docs: $(STAMP)
 	$(BIN)/python -m tests.families.table
 	$(BIN)/python -m tests.docs.pictures
@@ -88,5 +93,5 @@ bench: $(COMPILED)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat .bench runs
+	rm -rf $(VENV)/torch_extensions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat .trainers .bench runs
 	find ds_etp examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,8 @@
+"""The trainers that are run. One more is a module with its `TRAINER`, a requirements file, and a line here."""
+
+from __future__ import annotations
+
+from tests.trainers import llamafactory, ms_swift
+from tests.trainers.cases import Trainer
+
+TRAINERS: tuple[Trainer, ...] = (llamafactory.TRAINER, ms_swift.TRAINER)
