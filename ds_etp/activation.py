@@ -90,7 +90,12 @@ def on_deepspeed_import() -> None:
         except ConfigError as error:
             failure = error
     watch_for_block(failure)
-    if auto_values.MODULE in sys.modules:
-        auto_values.keep_block_from_accelerate()
+    call_after_import(auto_values.MODULE, auto_values.keep_block_from_accelerate)
+
+
+def call_after_import(name: str, call: Callable[[], None]) -> None:
+    """Calls a function now if a module is there, else once it has been imported."""
+    if name in sys.modules:
+        call()
     else:
-        sys.meta_path.insert(0, _CallAfterImport(auto_values.MODULE, auto_values.keep_block_from_accelerate))
+        sys.meta_path.insert(0, _CallAfterImport(name, call))

@@ -56,7 +56,7 @@ from ds_etp.patches.peft.autotp_lora import adapters_split_with_layers
 from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, split_adapters
 from ds_etp.patches.signatures import check_signatures
 from ds_etp.patches.transformers.experts_interface import run_eagerly
-from ds_etp.patches.transformers.generation import sync_generation
+from ds_etp.patches.transformers.generation import refuse_continuous_batching, sync_generation
 from ds_etp.patches.transformers.sequence_loss import install_sequence_loss
 from ds_etp.patches.transformers.zero3_loading import loading_patches
 from ds_etp.patches.trl.tp_rollouts import rollout_patches
@@ -243,8 +243,11 @@ def _set_overrides(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
     check_first_gradients(engine, groups.tp)
     sync_replicas(engine, groups.tp, block.replica_check_interval)
     monitor_router(engine, model, groups.topology, block.monitor_interval, block.monitor_router)
-    if engine.zero_optimization_stage() == 3 or not tokens_are_replicated(groups.topology):
+    zero3 = engine.zero_optimization_stage() == 3
+    if zero3 or not tokens_are_replicated(groups.topology):
         sync_generation(model)
+    if zero3 or groups.tp.size > 1 or groups.expert_model_parallel.size > 1:
+        refuse_continuous_batching(model)
 
 
 def _warn(sentence: str) -> None:

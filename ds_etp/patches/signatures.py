@@ -26,6 +26,7 @@ from typing import Any
 from ds_etp.errors import ConfigError, config_error
 from ds_etp.patches.accelerate.signatures import TABLE as ACCELERATE
 from ds_etp.patches.deepspeed.signatures import TABLE as DEEPSPEED
+from ds_etp.patches.openrlhf.signatures import TABLE as OPENRLHF
 from ds_etp.patches.peft.signatures import EXPERTS as PEFT_EXPERTS
 from ds_etp.patches.peft.signatures import TABLE as PEFT
 from ds_etp.patches.transformers.signatures import TABLE as TRANSFORMERS
@@ -44,6 +45,7 @@ TABLES: dict[str, Table] = {
     "trl": TRL,
     "trl.vllm": TRL_VLLM,
     "accelerate": ACCELERATE,
+    "openrlhf": OPENRLHF,
 }
 # What every engine depends on. The others are looked at where they are used.
 ALWAYS = ("deepspeed", "transformers")

@@ -32,6 +32,9 @@ TRL_VLLM_MIN = "1.11"
 # `Accelerator.get_state_dict`, `save_state` and `DeepSpeedPlugin.fill_match` only; `setup.py` asks for no release.
 ACCELERATE_MIN = "1.11"
 ACCELERATE_MAX = "1.16"
+# Only where `ds_etp.integrations.openrlhf` is used.
+OPENRLHF_MIN = "0.11"
+OPENRLHF_MAX = "0.11"
 
 RANGES = {
     "deepspeed": (DEEPSPEED_MIN, DEEPSPEED_MAX),
@@ -39,6 +42,7 @@ RANGES = {
     "peft": (PEFT_MIN, PEFT_MAX),
     "accelerate": (ACCELERATE_MIN, ACCELERATE_MAX),
     "trl": (TRL_MIN, TRL_MAX),
+    "openrlhf": (OPENRLHF_MIN, OPENRLHF_MAX),
 }
 # Uses of a package, named `package.use`, that need other releases of it than the rest does.
 USES = {"trl.vllm": (TRL_VLLM_MIN, TRL_MAX)}

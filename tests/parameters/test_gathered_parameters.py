@@ -45,10 +45,16 @@ def gather_and_edit(layout: Layout) -> tuple[list[str], dict[str, float]]:
     unsharded, doubled = Recipe(family=family).model().to(dtype), Doubled(family=family).model().to(dtype)
     start, changed = weights_of(unsharded, dtype), weights_of(doubled, dtype)
     seen: dict[str, Tensor] = {}
+    wrong = []
     for name, parameter in engine.module.named_parameters():
+        of_shard = parameter.ds_shape
         with deepspeed.zero.GatheredParameters(parameter):
             seen[name] = parameter.data.clone()
-    wrong = differing(seen, start)
+            if parameter.ds_shape != start[name].shape:  # what weight syncs announce
+                wrong.append(f"{name}: {parameter.ds_shape}")
+        if parameter.ds_shape != of_shard:
+            wrong.append(f"{name}: {parameter.ds_shape} afterwards")
+    wrong += differing(seen, start)
     before = {name: parameter.ds_tensor.clone() for name, parameter in engine.module.named_parameters()}
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         wrong += differing(weights_of(engine.module, dtype), start)

@@ -37,6 +37,7 @@ def variables(trainer: Trainer) -> dict[str, str]:
         "TORCH_EXTENSIONS_DIR": str(env / "torch_extensions"),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
+        "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": cache,
         "MODELSCOPE_CACHE": cache,

@@ -45,8 +45,8 @@ TRAINER = Trainer(
         "resume": "the first step afterwards has the same loss, the second is 7e-4 off, and why is not known yet",
     },
     notes=(
-        "`--deepspeed` takes a file's path; its names `zero1`, `zero3` and so on are files of its own, without the block. "
-        "`--deepspeed_autotp_size 2` sets `tensor_parallel.autotp_size`; here the file has it. "
+        "`--deepspeed` takes a file's path; its names `zero1`, `zero3` and so on are files of its own, without the "
+        "block. `--deepspeed_autotp_size 2` sets `tensor_parallel.autotp_size`; here the file has it. "
         "`--torch_dtype float32 --fp16 false` is for the comparison: with float32 alone ms-swift trains in fp16. "
         "Instead of `DS_ETP=1`, `--external_plugins .../ds_etp/integrations/ms_swift.py` registers ds_etp too.",
         "It takes any accelerate. Releases from 1.15 on, at the latest, see processes without a GPU as one each, so that "

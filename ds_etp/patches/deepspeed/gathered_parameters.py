@@ -2,7 +2,8 @@
 
 DeepSpeed gathers a parameter over its ZeRO group, which for split experts and AutoTP's layers gives this rank's shard
 under the whole's name: a weight sync sends it, an edit on `modifier_rank` reaches only what that rank has, and a copy
-between two engines mixes shards. Here the shard is gathered on, over etp, ep or tp, for as long as the context lasts.
+between two engines mixes shards. Here the shard is gathered on, over etp, ep or tp, for as long as the context lasts,
+and `ds_shape`, which weight syncs announce, is the whole's.
 DeepSpeed's forward and backward don't go through this class. A module that runs inside the context (TRL's and
 DeepSpeed's generation) computes with its shard. Can go when DeepSpeed gathers parameters over all that splits them.
 """
@@ -37,12 +38,20 @@ class _Whole:
         modifier: the rank, in the world, whose changes count; None where nothing is changed.
         shards: what ZeRO gathered, with the whole, by id; a module that runs takes the first instead of the second.
         hooks: on those modules.
+        shapes: parameters with their shard's `ds_shape`, for as long as they have the whole's.
     """
 
     marks: dict[int, SplitParameter]
     modifier: int | None
     shards: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
+    shapes: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def restore_shapes(self) -> None:
+        """Gives parameters the shape that DeepSpeed gathers them in."""
+        for parameter, shape in self.shapes:
+            parameter.ds_shape = shape
+        self.shapes.clear()
 
 
 def install_gathered_parameters() -> None:
@@ -109,6 +118,8 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
             whole = mark.gather(shard)
             state.shards[id(parameter)] = (shard, whole)
             parameter.data = whole
+            state.shapes.append((parameter, parameter.ds_shape))
+            parameter.ds_shape = whole.shape
             modules |= {id(module): module for ref in mark.modules if (module := ref()) is not None}
         for module in modules.values():
             state.hooks.append(module.register_forward_pre_hook(functools.partial(_use, state, 0)))
@@ -120,6 +131,8 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _use(state: _Whole, which: int, module: nn.Module, *_: Any) -> None:
     """Gives a module's parameters their shard (0) or the whole (1)."""
+    # Where DeepSpeed's hooks are in place, they take parameters apart behind a module, and gather them again.
+    state.restore_shapes()
     for parameter in module.parameters(recurse=False):
         pair = state.shards.get(id(parameter))
         # DeepSpeed's own hooks may have let go of it since.
@@ -134,6 +147,7 @@ def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
         if state is not None:
             for hook in state.hooks:
                 hook.remove()
+            state.restore_shapes()
             with torch.no_grad():
                 for parameter in self.params:
                     _put_back(parameter, state)

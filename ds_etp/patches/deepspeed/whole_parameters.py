@@ -10,7 +10,8 @@ from ds_etp.parallel.process_groups import ExpertGroups
 from ds_etp.patches.deepspeed.engine_of import remember_engine
 from ds_etp.patches.deepspeed.gathered_parameters import install_gathered_parameters
 from ds_etp.patches.deepspeed.split_parameters import mark_split_parameters
-from ds_etp.patches.trl.vllm_weights import install_vllm_weights
+from ds_etp.patches.openrlhf import vllm_weights as openrlhf
+from ds_etp.patches.trl import vllm_weights as trl
 
 
 def install_whole_parameters(engine: Any, model: nn.Module, groups: ExpertGroups) -> None:
@@ -19,4 +20,5 @@ def install_whole_parameters(engine: Any, model: nn.Module, groups: ExpertGroups
     if int(engine.zero_optimization_stage()) == 3:
         mark_split_parameters(model, groups)
         install_gathered_parameters()
-    install_vllm_weights()
+    trl.install_vllm_weights()
+    openrlhf.install_vllm_weights()

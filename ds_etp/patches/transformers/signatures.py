@@ -24,6 +24,7 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
     "transformers.generation.utils:GenerationMixin": {
         "generate": "self, inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, "
         "synced_gpus, ...",
+        "init_continuous_batching": ("self, generation_config, ...", _ABSENT),
     },
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig": {"trainer_config_process": "self, args, ..."},
     "transformers.integrations.deepspeed": {

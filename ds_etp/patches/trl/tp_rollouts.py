@@ -88,8 +88,9 @@ def _tp_size(config: Any) -> int:
 
 
 def _tp_of(trainer: Any) -> int:
-    host = trainer.args.hf_deepspeed_config
-    return 1 if host is None else _tp_size(host.config)
+    # Not `args.hf_deepspeed_config`: where `accelerate launch` names the config file, there is none.
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    return 1 if plugin is None else _tp_size(plugin.deepspeed_config)
 
 
 def _tp_peers(trainer: Any) -> ProcessGroupInfo | None:

@@ -1,0 +1,1 @@
+"""Every touch of OpenRLHF's internals."""
