@@ -31,8 +31,8 @@ TRAINER = Trainer(
     merge=_merge,
     notes=(
         "A YAML file ([full](../configs/trainers/llamafactory/full.yaml), "
-        "[LoRA](../configs/trainers/llamafactory/lora.yaml), [DPO](../configs/trainers/llamafactory/dpo.yaml)) with the "
-        "key `deepspeed`, and changes to it behind. Its extra "
+        "[LoRA](../configs/trainers/llamafactory/lora.yaml), [DPO](../configs/trainers/llamafactory/dpo.yaml)) with "
+        "the key `deepspeed`, and changes to it behind. Its extra "
         "`deepspeed` asks for 0.18.4 at most, which is below ds_etp's range; the program itself takes any: install "
         "DeepSpeed 0.19.8 over it. `lora_target: all` is every linear layer, so attention here, not the experts.",
         "It imports torchaudio at its start, whose builds on PyPI need CUDA. With a CPU build of torch, "

@@ -49,7 +49,7 @@ TRAINER = Trainer(
         "block. `--deepspeed_autotp_size 2` sets `tensor_parallel.autotp_size`; here the file has it. "
         "`--torch_dtype float32 --fp16 false` is for the comparison: with float32 alone ms-swift trains in fp16. "
         "Instead of `DS_ETP=1`, `--external_plugins .../ds_etp/integrations/ms_swift.py` registers ds_etp too.",
-        "It takes any accelerate. Releases from 1.15 on, at the latest, see processes without a GPU as one each, so that "
-        '`"auto"` batch sizes come out wrong with and without ds_etp: on the CPU it is run with 1.11.',
+        "It takes any accelerate. Releases from 1.15 on, at the latest, see processes without a GPU as one each, so "
+        'that `"auto"` batch sizes come out wrong with and without ds_etp: on the CPU it is run with 1.11.',
     ),
 )

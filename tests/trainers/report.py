@@ -32,6 +32,8 @@ def generated() -> str:
     ]
     shown = [(trainer, read(trainer)) for trainer in TRAINERS]
     lines += [_row(trainer, results) for trainer, results in shown if results]
+    if missing := ", ".join(trainer.title for trainer, results in shown if not results):
+        lines += ["", f"`make trainers` has commands of these too, which were not run yet: {missing}."]
     for trainer, results in shown:
         if results:
             lines += ["", *_section(trainer, results)]

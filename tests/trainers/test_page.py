@@ -38,6 +38,9 @@ def test_every_command_is_one_that_is_run() -> None:
 
 @each
 def test_results_are_of_these_commands(trainer: Trainer) -> None:
+    if not read(trainer):
+        assert f"not run yet: {trainer.title}" in PAGE.read_text() or f", {trainer.title}." in PAGE.read_text()
+        pytest.skip("not run yet, which the page says")
     results = read(trainer)["cases"]
     assert {case.id: case.command for case in cases(trainer)} == {
         id: result["command"] for id, result in results.items()
