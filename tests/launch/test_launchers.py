@@ -152,7 +152,7 @@ def results(config: Path) -> Callable[[str], dict[str, Any]]:
     return result
 
 
-@pytest.mark.sample("module", "environment")
+@pytest.mark.sample("module")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_script_trains_sharded(results: Callable[[str], dict[str, Any]], unsharded: list[float], way: str) -> None:
     # [E, H, I]: I is 16, and this rank has half of it.

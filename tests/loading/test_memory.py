@@ -96,7 +96,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"tiny": str(tiny), "large": str(large)}
 
 
-@pytest.mark.sample("ZeRO-3")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("few", "many"),
     [

@@ -91,7 +91,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 AXES = st.integers(1, 6).map(lambda most: range(1, most + 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(models(), sizes(96), st.integers(1, 16), sizes(5000), st.booleans(), st.integers(1, 8), AXES, AXES)
 def test_every_proposal_works(
     values: dict[str, Any],

@@ -54,7 +54,8 @@ def reads_output_weight(model: Any) -> str | None:
     heads = {path.rpartition(".")[2] for path in output_layers(inner)} | {"get_output_embeddings"}
     for function in _functions(inner.forward):
         if any(_takes_weight(code) and heads & set(code.co_names) for code in _codes(function.__code__)):
-            return f"{function.__globals__.get('__name__')}.{function.__qualname__}"
+            name = getattr(function.__code__, "co_qualname", function.__qualname__)  # without it before Python 3.11
+            return f"{function.__globals__.get('__name__')}.{name}"
     return None
 
 
