@@ -22,6 +22,8 @@ DEMO_RANKS := 4
 DEMO_LIMIT := 900
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+# Test runs side by side, file by file. Ranks wait for one another about half of the time, so two fill two cores.
+TEST_WORKERS ?= 2
 TRAINERS_ARGS ?=
 
 # DeepSpeed compiles its CPU collectives with ninja, which the virtual environment has.
@@ -69,10 +71,10 @@ demo: $(COMPILED)
 	trap 'kill $$job' INT TERM; wait $$job
 
 test: lint $(COMPILED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-full: lint $(COMPILED)
-	$(BIN)/python -m pytest --full
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --full
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from packaging.version import Version
 
+from ds_etp import log
 from ds_etp.patches.transformers import grouped_mm
 from ds_etp.patches.versions import TRANSFORMERS_GROUPED_LINEAR
 from tests.dispatch.test_grouped_mm import sorted_calls
@@ -39,7 +40,7 @@ def said(recipe: Recipe, layout: Layout, without: str = "") -> list[str]:
         def emit(self, record: Any) -> None:
             records.append(record.getMessage())
 
-    logger, handler = logging.getLogger("ds_etp"), Keep()
+    logger, handler = log.logger(), Keep()  # set up first: with a handler it would be taken to be the application's
     logger.addHandler(handler)
     try:
         with pytest.MonkeyPatch.context() as patch:
