@@ -53,13 +53,16 @@ from ds_etp.patches.deepspeed.zero_params import (
     shard_partitioned,
 )
 from ds_etp.patches.peft.autotp_lora import adapters_split_with_layers
-from ds_etp.patches.peft.expert_lora import check_same_adapters, plain_path, split_adapters
+from ds_etp.patches.peft.expert_lora import plain_path, split_adapters
+from ds_etp.patches.peft.shared_adapters import share_adapters
 from ds_etp.patches.signatures import check_signatures
+from ds_etp.patches.swift.loss_scale import check_loss_scale
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from ds_etp.patches.transformers.generation import refuse_continuous_batching, sync_generation
 from ds_etp.patches.transformers.sequence_loss import install_sequence_loss
+from ds_etp.patches.transformers.trainer_arguments import argument_patches
 from ds_etp.patches.transformers.zero3_loading import loading_patches
-from ds_etp.patches.trl.tp_rollouts import rollout_patches
+from ds_etp.patches.trl.tp_rollouts import patch_rollouts
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 
 
@@ -119,6 +122,7 @@ class _Events:
         _check_model(engine, model, extension)
         if extension.topology.cp > 1:
             sequence_tp.check_heads(model, extension.topology)
+        share_adapters(model)
         paths = [plain_path(path) for path in extension.layouts]
         with (
             stage_tp.tp_plan_from_hf_names(model) if engine.pipeline_parallelism else nullcontext(),
@@ -159,7 +163,6 @@ class _Events:
         reader = ShardReader(engine, groups.zero_group)
         _shard_model(model, extension, groups, reader, zero3=int(engine.zero_optimization_stage()) == 3)
         overrides.mark_low_precision_experts(engine, (model.get_submodule(path) for path in extension.layouts))
-        check_same_adapters(model, groups.tp, engine.device)
         engine.has_moe_layers = bool(extension.layouts)
         engine.num_experts = [layout.num_experts for layout in extension.layouts.values()]
         _set_overrides(engine, model, groups)
@@ -268,7 +271,7 @@ def _log(extension: Extension, forwards: list[tuple[str, str]]) -> None:
     log_table("expert tensor parallelism", rows)
 
 
-_PATCHES = [*engine_patches(_Events()), *loading_patches(), *rollout_patches()]
+_PATCHES = [*engine_patches(_Events()), *loading_patches(), *argument_patches((patch_rollouts, check_loss_scale))]
 
 
 def register() -> None:

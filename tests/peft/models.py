@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
 from tests.oracle import Recipe
@@ -72,6 +73,15 @@ class LoraRecipe(Recipe):
             # Plain ZeRO-3 drops a module's weights before its gradient where no input has one.
             model.enable_input_require_grads()
         return model
+
+
+class SeedsByRank(LoraRecipe):
+    """Every rank fills its adapters with other numbers; the base model is the same, as with `from_pretrained`."""
+
+    def adapt(self, model: Any) -> Any:
+        """See `LoraRecipe.adapt`. In one process the numbers are rank 0's."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return super(SeedsByRank, replace(self, seed=self.seed + rank)).adapt(model)
 
 
 BOTH = LoraRecipe(modules=ATTENTION)

@@ -14,7 +14,17 @@ from tests.launcher import Launcher
 from tests.models import make_batch
 from tests.oracle import Run, train_unsharded
 from tests.parity.test_bf16 import EVERY_EXPERT, FACTOR, errors
-from tests.peft.models import ATTENTION, BOTH, DOWN, EXPERTS, GATE_UP, ONLY_ATTENTION, ONLY_DOWN, LoraRecipe
+from tests.peft.models import (
+    ATTENTION,
+    BOTH,
+    DOWN,
+    EXPERTS,
+    GATE_UP,
+    ONLY_ATTENTION,
+    ONLY_DOWN,
+    LoraRecipe,
+    SeedsByRank,
+)
 from tests.sharded import Layout, make_engine, run_steps, train, with_options
 from tests.tolerances import assert_equal_runs
 
@@ -44,6 +54,14 @@ def test_experts_and_attention(launcher: Launcher, stage: int, split: tuple[int,
     """Adapters on both, over stages and layouts; the tensor-parallel ones have attention's adapters split too."""
     tp, etp, ep = split
     check(launcher, BOTH, Layout(4, tp, etp, ep, stage))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_fill_their_adapters_apart(launcher: Launcher, stage: int) -> None:
+    """Rank 0's count, with tensor parallelism as without. AutoTP cuts the ones of attention."""
+    recipe = SeedsByRank(modules=ATTENTION)
+    check(launcher, recipe, Layout(4, 2, 2, 1, stage))
 
 
 @pytest.mark.compat

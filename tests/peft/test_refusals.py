@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import peft
 import pytest
-import torch.distributed as dist
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 
 import ds_etp
@@ -18,7 +17,7 @@ from tests.config.test_refusals import Refusal, count_groups, state
 from tests.launcher import Launcher
 from tests.models import make_model
 from tests.peft.models import BOTH
-from tests.sharded import Layout, ds_config, make_engine
+from tests.sharded import Layout, ds_config
 
 
 @dataclass(frozen=True)
@@ -97,18 +96,6 @@ def all_refused() -> dict[str, Refusal]:
     return seen
 
 
-def adapters_from_different_seeds() -> str:
-    """The base model is the same on both ranks, as with `from_pretrained`."""
-
-    class Recipe(type(BOTH)):
-        def adapt(self, model: Any) -> Any:
-            return type(BOTH).adapt(replace(BOTH, seed=dist.get_rank()), model)
-
-    with pytest.raises(ConfigError) as info:
-        make_engine(Recipe(), Layout(2, tp=2, etp=2))
-    return str(info.value)
-
-
 # In pytest
 
 
@@ -129,12 +116,6 @@ def test_refused_on_every_rank(refusals: list[dict[str, Refusal]], name: str) ->
         assert place >= 0, f"{part!r} is missing in {seen[0].text!r}"
     assert [refusal.new_groups for refusal in seen] == [0] * 2, "process groups were made before the refusal"
     assert all(refusal.unchanged for refusal in seen), "the model was changed before the refusal"
-
-
-def test_adapters_from_different_seeds(launcher: Launcher) -> None:
-    for text in launcher.run(2, adapters_from_different_seeds):
-        assert text.startswith("tensor_parallel.autotp_size=2 has ranks of one tensor-parallel group that made")
-        assert "different adapters" in text
 
 
 def test_a_release_with_another_signature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ it does so where they are read outside their modules in a forward of the engine,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -30,8 +30,6 @@ from ds_etp.errors import config_error
 from ds_etp.experts.graph_break import not_compiled
 from ds_etp.experts.sharded import Shard, sharded_modules
 from ds_etp.parallel import autograd
-from ds_etp.parallel.collectives import all_gather_single
-from ds_etp.parallel.process_groups import ProcessGroupInfo
 from ds_etp.patches.peft.delta_factors import delta_factors
 
 _INNER = "base_layer"
@@ -210,43 +208,3 @@ def _split_class(wrapper: type[nn.Module]) -> type[nn.Module]:
 
     SplitParamWrapper.__module__, SplitParamWrapper.__qualname__ = wrapper.__module__, wrapper.__qualname__
     return not_compiled(SplitParamWrapper, "adapters of split experts")
-
-
-def check_same_adapters(model: nn.Module, tp: ProcessGroupInfo, device: torch.device) -> None:
-    """Compares what tensor-parallel ranks hold whole of the adapters, which PEFT has filled with random numbers.
-
-    A difference would go unnoticed: with B zero, the first gradients of A are zero on every rank.
-
-    Raises:
-        ConfigError: on every rank of a tensor-parallel group alike.
-    """
-    if tp.size == 1 or not is_adapted(model):
-        return
-    own = _fingerprints(_whole_adapters(model), device)
-    gathered = own.new_empty(tp.size * len(own))
-    all_gather_single(gathered, own, group=tp.group)
-    by_rank = gathered.view(tp.size, len(own))
-    if not bool((by_rank == by_rank[0]).all()):
-        raise config_error(
-            "tensor_parallel.autotp_size",
-            tp.size,
-            "has ranks of one tensor-parallel group that made different adapters",
-            works="1, or the same seed on all ranks before get_peft_model (transformers.set_seed)",
-        )
-
-
-def _whole_adapters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for parameter in model.parameters():
-        # zero.Init takes its values from one rank, and cuts them over all.
-        whole = not getattr(parameter, "tensor_model_parallel", False) and not hasattr(parameter, "ds_id")
-        if parameter.requires_grad and whole:
-            yield parameter
-
-
-def _fingerprints(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Two numbers for each parameter, the same on ranks that hold the same bits."""
-    values = [torch.zeros((), dtype=torch.float64)]
-    for parameter in parameters:
-        flat = parameter.detach().double().flatten()
-        values += [flat.sum().cpu(), (flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum().cpu()]
-    return torch.stack(values).to(device)

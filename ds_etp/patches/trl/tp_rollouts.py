@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ds_etp.config.deepspeed import AUTOTP, BLOCK
+from ds_etp.config.deepspeed import AUTOTP
 from ds_etp.errors import config_error
 from ds_etp.parallel.process_groups import ProcessGroupInfo
 from ds_etp.patches.base import MethodPatch
 from ds_etp.patches.signatures import check_signatures
+from ds_etp.patches.transformers.trainer_arguments import names_in, tp_size
 from ds_etp.patches.versions import warn_if_untested
 
 _TRAINERS = {
@@ -37,36 +37,34 @@ _TRAINERS = {
 }
 
 
-def rollout_patches() -> list[MethodPatch]:
-    """The patch that reaches TRL's trainers when their arguments meet a config with our block, not yet applied.
+def patch_rollouts(args: Any, tp: int) -> None:
+    """Reaches TRL's trainers when their arguments meet a config with our block and tensor parallelism.
 
-    The trainers' own stay when it is reverted. They do nothing without tensor parallelism and the block.
+    The trainers' patches stay. They do nothing without tensor parallelism and the block.
+
+    Args:
+        args: of any trainer.
+        tp: ranks that hold the same batch, above 1.
+
+    Raises:
+        ConfigError: an option that is wrong with tensor parallelism.
     """
-    return [MethodPatch(HfTrainerDeepSpeedConfig, "trainer_config_process", _reaching_trainers)]
-
-
-def _reaching_trainers(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def trainer_config_process(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        names = [base.__name__ for base in type(args).__mro__ if base.__module__.startswith("trl.")]
-        tp = _tp_size(self.config) if names else 1
-        if tp > 1 and getattr(args, "precompute_ref_log_probs", False):
-            # TRL would give samples the log-probabilities of others, in silence.
-            raise config_error(
-                "precompute_ref_log_probs",
-                True,
-                f"is wrong under {AUTOTP}={tp}: TRL gathers the reference's log-probabilities from all ranks in turn, "
-                "those of a tensor-parallel group several times, and numbers samples by their place",
-                works="false",
-            )
-        if tp > 1:
-            check_signatures("trl")
-            warn_if_untested("trl")
-        for module, trainer in (_TRAINERS[name] for name in names if tp > 1 and name in _TRAINERS):
-            _patch(getattr(import_module(module), trainer))
-        return original(self, args, *rest, **kwargs)
-
-    return trainer_config_process
+    names = names_in("trl", args)
+    if not names:
+        return
+    if getattr(args, "precompute_ref_log_probs", False):
+        # TRL would give samples the log-probabilities of others, in silence.
+        raise config_error(
+            "precompute_ref_log_probs",
+            True,
+            f"is wrong under {AUTOTP}={tp}: TRL gathers the reference's log-probabilities from all ranks in turn, "
+            "those of a tensor-parallel group several times, and numbers samples by their place",
+            works="false",
+        )
+    check_signatures("trl")
+    warn_if_untested("trl")
+    for module, trainer in (_TRAINERS[name] for name in names if name in _TRAINERS):
+        _patch(getattr(import_module(module), trainer))
 
 
 def _patch(trainer: type) -> None:
@@ -79,18 +77,10 @@ def _patch(trainer: type) -> None:
         MethodPatch(trainer, name, make).apply()
 
 
-def _tp_size(config: Any) -> int:
-    """Ranks that hold the same batch; 1 without our block."""
-    block = config.get(BLOCK)
-    if not isinstance(block, dict) or block.get("enabled") is False:
-        return 1
-    return int(config.get("tensor_parallel", {}).get("autotp_size", 1))
-
-
 def _tp_of(trainer: Any) -> int:
     # Not `args.hf_deepspeed_config`: where `accelerate launch` names the config file, there is none.
     plugin = trainer.accelerator.state.deepspeed_plugin
-    return 1 if plugin is None else _tp_size(plugin.deepspeed_config)
+    return 1 if plugin is None else tp_size(plugin.deepspeed_config)
 
 
 def _tp_peers(trainer: Any) -> ProcessGroupInfo | None:

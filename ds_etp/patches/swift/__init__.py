@@ -1,0 +1,1 @@
+"""Every touch of ms-swift's internals."""
