@@ -11,6 +11,7 @@ RUNS = Path("runs/trainers")  # relative, as commands are run in the repository'
 MODEL = RUNS / "model"
 DATA = RUNS / "data"
 CONFIGS = Path("configs/trainers")
+ENVIRONMENTS = Path(".trainers")
 RANKS = 2
 METHODS = ("full", "lora", "dpo")
 STEPS, SAVED_STEP = 4, 2  # a checkpoint in the middle, to go on from
@@ -72,6 +73,23 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Script:
+    """A file that a trainer's commands run and that no package has: it is downloaded into the environment.
+
+    Attributes:
+        url: of one commit, which never changes.
+        sha256: of the file.
+    """
+
+    url: str
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
 class Trainer:
     """One trainer's commands, and how what they leave behind is found.
 
@@ -84,6 +102,8 @@ class Trainer:
         final: the folder, inside a job's output, that the trained model is saved in.
         left_out: for a cell (`"dpo zero3_ep2"`, `"resume"`, ...) that can't be run the reason.
         notes: lines for the page.
+        script: what the commands need beside packages.
+        variables: environment variables that its commands need on a machine without GPUs.
     """
 
     name: str
@@ -95,6 +115,8 @@ class Trainer:
     final: str = "."
     left_out: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    script: Script | None = None
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

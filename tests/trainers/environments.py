@@ -11,11 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
-from tests.trainers.cases import ROOT, Trainer
+from tests.trainers.cases import ENVIRONMENTS, ROOT, Script, Trainer
 
-FOLDER = ROOT / ".trainers"
+FOLDER = ROOT / ENVIRONMENTS
 REQUIREMENTS = Path(__file__).parent / "requirements"
 _LIMIT = 1800  # seconds, for the downloads
 
@@ -37,12 +38,12 @@ def variables(trainer: Trainer) -> dict[str, str]:
         "TORCH_EXTENSIONS_DIR": str(env / "torch_extensions"),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": cache,
         "MODELSCOPE_CACHE": cache,
         "WANDB_DISABLED": "true",
         "TORCHDYNAMO_DISABLE": "1",  # DeepSpeed's Muon is decorated with torch.compile: seconds in every process
+        **dict(trainer.variables),
     }
 
 
@@ -57,8 +58,15 @@ def make(trainer: Trainer) -> None:
     """Makes the environment, or makes it anew where its requirements have changed."""
     env, requirements = FOLDER / trainer.name, REQUIREMENTS / f"{trainer.name}.txt"
     stamp, wanted = env / ".installed", hashlib.sha256(requirements.read_bytes() + _torch().encode()).hexdigest()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
+    if not (stamp.exists() and stamp.read_text() == wanted):
+        _install(trainer, requirements)
+        stamp.write_text(wanted)
+    if trainer.script is not None:
+        _download(trainer.script, env / trainer.script.name)
+
+
+def _install(trainer: Trainer, requirements: Path) -> None:
+    env = FOLDER / trainer.name
     shutil.rmtree(env, ignore_errors=True)
     print(f"== {env.relative_to(ROOT)}: installing", flush=True)
     _run([sys.executable, "-m", "venv", str(env)], trainer)
@@ -70,7 +78,19 @@ def make(trainer: Trainer) -> None:
     # DeepSpeed's CPU collectives, in one process: see the Makefile.
     build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
     _run([str(env / "bin" / "python"), "-c", build], trainer)
-    stamp.write_text(wanted)
+
+
+def _download(script: Script, target: Path) -> None:
+    """Brings a script, unless it is there.
+
+    Raises:
+        OSError: it can't be had, or is another file than the one that is meant.
+    """
+    if not target.exists():
+        with urllib.request.urlopen(script.url, timeout=60) as answer:
+            target.write_bytes(answer.read())
+    if hashlib.sha256(target.read_bytes()).hexdigest() != script.sha256:
+        raise OSError(f"{target} is not the file that was compared: {script.url}, sha256 {script.sha256}")
 
 
 def _fit_torchaudio(env: Path, trainer: Trainer) -> None:

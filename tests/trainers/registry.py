@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.trainers import accelerate, llamafactory, ms_swift, trl
+from tests.trainers import accelerate, llamafactory, ms_swift, run_clm, trl
 from tests.trainers.cases import Trainer
 
-TRAINERS: tuple[Trainer, ...] = (llamafactory.TRAINER, ms_swift.TRAINER, trl.TRAINER, accelerate.TRAINER)
+TRAINERS: tuple[Trainer, ...] = (
+    llamafactory.TRAINER,
+    ms_swift.TRAINER,
+    trl.TRAINER,
+    run_clm.TRAINER,
+    accelerate.TRAINER,
+)
