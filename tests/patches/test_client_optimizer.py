@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,56 @@ def test_a_schedule_made_before_reaches_the_experts(launcher: Launcher, stage: i
     moved = launcher.run(4, train_with_schedule, stage=stage, passed=passed)[0]
     assert moved[0] == {True: True, False: True}
     assert moved[-1] == {True: False, False: False}, "rate zero, and something still moved"
+
+
+def train_and_resume(stage: int, passed: bool, folder: str) -> list[str]:
+    """Four steps under a schedule made before, in one go and with a checkpoint between; tensors that differ."""
+    import deepspeed
+
+    ds_etp.register()
+    recipe = Recipe(dp=2)
+
+    def prepare() -> tuple[Any, Any]:
+        model = recipe.model().train()
+        optimizer = torch.optim.SGD(_decay_groups(model, 0.1), lr=0.5, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        arguments = {"lr_scheduler": schedule} if passed else {}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(recipe, stage), **arguments)
+        return engine, schedule
+
+    def train(engine: Any, schedule: Any, steps: range) -> None:
+        for step in steps:
+            engine.backward(engine(**recipe.batch(step, 0, dist.get_rank() // 2)).loss)
+            engine.step()
+            if not passed:
+                schedule.step()
+
+    engine, schedule = prepare()
+    train(engine, schedule, range(2))
+    engine.save_checkpoint(folder)
+    stored = schedule.state_dict()
+    train(engine, schedule, range(2, 4))
+    wanted = full_tensors(engine, weight)
+    engine.destroy()
+    engine, schedule = prepare()
+    engine.load_checkpoint(folder)
+    if not passed:
+        schedule.load_state_dict(stored)
+    train(engine, schedule, range(2, 4))
+    found = full_tensors(engine, weight)
+    engine.destroy()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.sample("1-script steps it", "3-engine steps it")
+@pytest.mark.parametrize("passed", [True, False], ids=["engine steps it", "script steps it"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_schedule_made_before_goes_on_after_a_resume(
+    launcher: Launcher, stage: int, passed: bool, tmp_path: Path
+) -> None:
+    """What the schedule has set after the last step is saved for the experts too: the same bits as without a stop."""
+    differing = launcher.run(4, train_and_resume, stage=stage, passed=passed, folder=str(tmp_path))
+    assert differing == [[]] * 4
 
 
 def states_of_experts(stage: int) -> int:

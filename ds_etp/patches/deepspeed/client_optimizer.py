@@ -21,6 +21,7 @@ from ds_etp.patches.deepspeed.overrides import refresh_optimizer_flags
 # A group's own fields: these don't follow the group it was split from.
 _OWN_FIELDS = ("params", "name", "moe")
 _WHOLE = "_ds_etp_whole"
+_SYNC = "_ds_etp_hyperparams"
 
 
 def accept_optimizer(engine: Any, optimizer: Any) -> Any:
@@ -108,11 +109,15 @@ class _SyncHyperparams:
         """The optimizer's step pre-hook."""
         # Schedulers look here to see whether they are called in the right order.
         optimizer._opt_called = True
+        self.pass_on()
+        self._before = [self._settings(source) for source, _ in self._groups]
+
+    def pass_on(self) -> None:
+        """Gives the experts' groups what has changed since."""
         for (source, group), last in zip(self._groups, self._last, strict=True):
             for key, value in self._settings(source).items():
                 if key in last and value != last[key] and group.get(key) == last[key]:
                     group[key] = last[key] = value
-        self._before = [self._settings(source) for source, _ in self._groups]
 
     def after_step(self, *_: Any) -> None:
         """The optimizer's step post-hook: what a step itself counts in a group (schedule-free: `k`) isn't passed on."""
@@ -179,6 +184,7 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     vars(whole).pop("step", None)
     whole.param_groups = groups
     sync, filled = _SyncHyperparams(groups, pairs), _StepFilledGroups()
+    vars(whole)[_SYNC] = sync
     for hooks in (sync, filled):
         whole.register_step_pre_hook(hooks.before_step)
         whole.register_step_post_hook(hooks.after_step)
@@ -195,6 +201,28 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     kind: Any = type(optimizer)
     optimizer.__class__ = _view_class(kind)
     return whole
+
+
+def pass_on_hyperparams(optimizer: Any) -> None:
+    """Gives the experts' groups what a scheduler has set since the last step, for whoever reads them before the next.
+
+    Args:
+        optimizer: the one that is stepped; it may be one that was never split.
+    """
+    sync = vars(optimizer).get(_SYNC)
+    if sync is not None:
+        sync.pass_on()
+
+
+def follow_hyperparams(optimizer: Any) -> None:
+    """Takes the groups' hyperparameters, which a checkpoint has filled, for the ones to go on from.
+
+    Args:
+        optimizer: see `pass_on_hyperparams`.
+    """
+    sync = vars(optimizer).get(_SYNC)
+    if sync is not None:
+        sync.follow(optimizer.param_groups)
 
 
 def _counted(whole: torch.optim.Optimizer) -> Callable[..., Any]:

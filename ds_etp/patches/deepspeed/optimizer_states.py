@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from ds_etp.checkpoint.format import WEIGHT
 from ds_etp.checkpoint.states import EngineStates, OptimizerTensor, ParamState
 from ds_etp.errors import CheckpointError
+from ds_etp.patches.deepspeed.client_optimizer import follow_hyperparams, pass_on_hyperparams
+from ds_etp.patches.deepspeed.loss_scale import loss_scale, set_loss_scale
 from ds_etp.patches.deepspeed.optimizer_tensors import BaseOptimizerTensor
 
 # From the tensor that the optimizer steps to this parameter's part of it, a view; None where the rank has none.
@@ -154,6 +156,7 @@ class DeepSpeedStates:
         self.optimizer_class = type(base).__name__ if hasattr(base, "param_groups") else None
         if self.optimizer is None or self.optimizer_class is None:
             return
+        pass_on_hyperparams(base)
         optimizer = self.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             self._find_partitions(optimizer)
@@ -263,26 +266,16 @@ class DeepSpeedStates:
                 optimizer._unflatten_partitioned_parameters(number)
         if hasattr(optimizer, "checkpoint_event_epilogue"):
             optimizer.checkpoint_event_epilogue()
-
-    def _scaler(self) -> Any:
-        for name in ("loss_scaler", "loss_scale_config"):
-            if hasattr(self.optimizer, name):
-                return getattr(self.optimizer, name)
-        return None
+        if self.optimizer_class is not None:
+            follow_hyperparams(getattr(optimizer, "optimizer", optimizer))
 
     def loss_scale(self) -> dict[str, Any]:
         """See `EngineStates`."""
-        scaler = self._scaler()
-        if scaler is None:
-            return {}
-        return {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
+        return loss_scale(self.optimizer)
 
     def set_loss_scale(self, values: Mapping[str, Any]) -> None:
         """See `EngineStates`."""
-        scaler = self._scaler()
-        for key, value in values.items():
-            if scaler is not None and isinstance(vars(scaler).get(key), bool | int | float):
-                setattr(scaler, key, value)
+        set_loss_scale(self.optimizer, values)
 
 
 def _narrow(start: int, size: int) -> Narrow:
