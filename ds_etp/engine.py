@@ -56,13 +56,11 @@ from ds_etp.patches.peft.autotp_lora import adapters_split_with_layers
 from ds_etp.patches.peft.expert_lora import plain_path, split_adapters
 from ds_etp.patches.peft.shared_adapters import share_adapters
 from ds_etp.patches.signatures import check_signatures
-from ds_etp.patches.swift.loss_scale import check_loss_scale
+from ds_etp.patches.trainers import trainer_patches
 from ds_etp.patches.transformers.experts_interface import run_eagerly
 from ds_etp.patches.transformers.generation import refuse_continuous_batching, sync_generation
 from ds_etp.patches.transformers.sequence_loss import install_sequence_loss
-from ds_etp.patches.transformers.trainer_arguments import argument_patches
 from ds_etp.patches.transformers.zero3_loading import loading_patches
-from ds_etp.patches.trl.tp_rollouts import patch_rollouts
 from ds_etp.patches.versions import check_host_versions, check_sequence_version
 
 
@@ -271,7 +269,7 @@ def _log(extension: Extension, forwards: list[tuple[str, str]]) -> None:
     log_table("expert tensor parallelism", rows)
 
 
-_PATCHES = [*engine_patches(_Events()), *loading_patches(), *argument_patches((patch_rollouts, check_loss_scale))]
+_PATCHES = [*engine_patches(_Events()), *loading_patches(), *trainer_patches()]
 
 
 def register() -> None:

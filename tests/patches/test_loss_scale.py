@@ -1,6 +1,6 @@
-"""ms-swift's supervised trainer under AutoTP is refused where it scales its loss by all ranks.
+"""Losses that trainers multiply by tensor-parallel ranks: ms-swift's are divided, an option of transformers refused.
 
-ms-swift itself is run by `make trainers`. Here its arguments' class has its name and module, and transformers' fields.
+ms-swift itself is run by `make trainers`: here are its arguments' name and module, with transformers' fields.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import ds_etp
 from ds_etp.errors import ConfigError
+from ds_etp.patches.swift import loss_scale
 
 SPLIT: dict[str, Any] = {"expert_tensor_parallel": {"etp_size": 2}, "tensor_parallel": {"autotp_size": 2}}
 
@@ -25,29 +26,35 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 Seq2SeqTrainingArguments.__module__ = "swift.trainers.arguments"
 
 
-def process(folder: Path, kind: type[TrainingArguments], config: dict[str, Any], average: bool) -> None:
+def process(folder: Path, kind: type[TrainingArguments], config: dict[str, Any], average: bool = True) -> None:
     """What Trainer does with its arguments and the DeepSpeed config."""
     ds_etp.register()
     args = kind(output_dir=str(folder), average_tokens_across_devices=average, use_cpu=True)
     HfTrainerDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config}).trainer_config_process(args)
 
 
-def test_it_is_refused(tmp_path: Path) -> None:
-    known = r"average_tokens_across_devices=True multiplies .* by tensor_parallel\.autotp_size=2 in ms-swift"
-    with pytest.raises(ConfigError, match=known) as info:
-        process(tmp_path, Seq2SeqTrainingArguments, SPLIT, average=True)
-    assert "Values that work: --average_tokens_across_devices false." in str(info.value)
+def test_a_count_of_a_ranks_own_tokens_is_refused(tmp_path: Path) -> None:
+    known = r"average_tokens_across_devices=False multiplies .* by tensor_parallel\.autotp_size=2 .* that work: true\."
+    with pytest.raises(ConfigError, match=known):
+        process(tmp_path, TrainingArguments, SPLIT, average=False)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "average"),
-    [
-        (Seq2SeqTrainingArguments, {}, False),
-        (Seq2SeqTrainingArguments, {"tensor_parallel": {"autotp_size": 1}}, True),
-        (Seq2SeqTrainingArguments, {"expert_tensor_parallel": {"enabled": False}}, True),
-        (TrainingArguments, {}, True),
-    ],
-    ids=["without the option", "without tensor parallelism", "without the block", "transformers' trainer"],
+    "changes", [{"tensor_parallel": {"autotp_size": 1}}, {"expert_tensor_parallel": {"enabled": False}}]
 )
-def test_others_are_not(tmp_path: Path, kind: type[TrainingArguments], changes: dict[str, Any], average: bool) -> None:
-    process(tmp_path, kind, SPLIT | changes, average)
+def test_not_without_tensor_parallelism_and_the_block(tmp_path: Path, changes: dict[str, Any]) -> None:
+    process(tmp_path, Seq2SeqTrainingArguments, SPLIT | changes, average=False)
+
+
+def test_other_trainers_need_no_swift(tmp_path: Path) -> None:
+    process(tmp_path, TrainingArguments, SPLIT)
+
+
+@pytest.mark.parametrize("release", ["4.5.2", "4.7.0", "5.0"])
+def test_another_swift_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    monkeypatch.setattr(loss_scale, "version", lambda name: release)
+    known = (
+        rf"tensor_parallel\.autotp_size=2 was not tried with ms-swift {release}: .* that work: 1, or ms-swift 4\.6\."
+    )
+    with pytest.raises(ConfigError, match=known):
+        process(tmp_path, Seq2SeqTrainingArguments, SPLIT)

@@ -1,38 +1,64 @@
-"""ms-swift's supervised trainer under AutoTP (4.6): its loss is as many times too large as a group has ranks.
+"""ms-swift's supervised trainer under AutoTP (4.6.0): its loss is as many times too large as a group has ranks.
 
-With `average_tokens_across_devices`, its default, a step's tokens are counted once for a tensor-parallel group, as
-transformers' Trainer does it, and then the loss is multiplied by the number of all ranks (`Seq2SeqTrainer.
-compute_loss`), where Trainer takes the data-parallel ones. Gradients are too large with it, which AdamW hides and
-clipping doesn't. That is refused; without that option the loss is each rank's own mean, which is right. Can go when
-ms-swift asks Trainer for the size of its tensor parallelism.
+A step's tokens are counted once for a tensor-parallel group, as transformers' Trainer does it, and then the loss is
+multiplied by the number of all ranks (`Seq2SeqTrainer.compute_loss`), where Trainer takes the data-parallel ones.
+Gradients are too large with it, which AdamW hides and clipping doesn't. Here the loss is divided. Can go when ms-swift
+asks Trainer for the size of its tensor parallelism; a release may, and so others than the known one are refused.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 from ds_etp.config.deepspeed import AUTOTP
 from ds_etp.errors import config_error
-from ds_etp.patches.transformers.trainer_arguments import names_in
+from ds_etp.patches.base import MethodPatch
+from ds_etp.patches.transformers.trainer_arguments import names_in, tp_of
 
+_RELEASE = "4.6"
 _ARGUMENTS = "Seq2SeqTrainingArguments"  # of `swift sft` and `swift pt`; other trainers take their losses otherwise
 
 
-def check_loss_scale(args: Any, tp: int) -> None:
-    """Refuses the option.
+def patch_loss_scale(args: Any, tp: int) -> None:
+    """Reaches ms-swift's supervised trainer when its arguments meet a config with our block and tensor parallelism.
 
     Args:
         args: of any trainer.
         tp: ranks that hold the same batch, above 1.
 
     Raises:
-        ConfigError: it is on, and the trainer is ms-swift's supervised one.
+        ConfigError: another ms-swift than the known one.
     """
-    if _ARGUMENTS in names_in("swift", args) and getattr(args, "average_tokens_across_devices", False):
+    if _ARGUMENTS not in names_in("swift", args):
+        return
+    found = version("ms-swift")
+    if Version(found).release[:2] != Version(_RELEASE).release:
         raise config_error(
-            "average_tokens_across_devices",
-            True,
-            f"multiplies losses and gradients by {AUTOTP}={tp} in ms-swift, whose trainer counts tensor-parallel ranks "
-            "as data-parallel ones",
-            works="--average_tokens_across_devices false",
+            AUTOTP,
+            tp,
+            f"was not tried with ms-swift {found}: {_RELEASE} multiplies losses by tensor-parallel ranks, "
+            "which ds_etp corrects, and others may not",
+            works=f"1, or ms-swift {_RELEASE}",
         )
+    trainer = import_module("swift.trainers.seq2seq_trainer").Seq2SeqTrainer
+    MethodPatch(trainer, "compute_loss", _by_data_ranks).apply()
+
+
+def _by_data_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        result = original(self, model, inputs, return_outputs, num_items_in_batch)
+        tp = tp_of(self)
+        if tp == 1 or num_items_in_batch is None or not self.model_accepts_loss_kwargs:
+            return result
+        return (result[0] / tp, *result[1:]) if return_outputs else result / tp
+
+    return compute_loss

@@ -42,6 +42,13 @@ def tp_size(config: Any) -> int:
     return int(config.get("tensor_parallel", {}).get("autotp_size", 1))
 
 
+def tp_of(trainer: Any) -> int:
+    """Ranks that hold the same batch, of a trainer; 1 without our block."""
+    # Not `args.hf_deepspeed_config`: where `accelerate launch` names the config file, there is none.
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    return 1 if plugin is None else tp_size(plugin.deepspeed_config)
+
+
 def names_in(package: str, args: Any) -> list[str]:
     """The classes that a trainer's arguments have from `package`, nearest first."""
     return [base.__name__ for base in type(args).__mro__ if base.__module__.startswith(f"{package}.")]

@@ -28,7 +28,7 @@ from ds_etp.errors import config_error
 from ds_etp.parallel.process_groups import ProcessGroupInfo
 from ds_etp.patches.base import MethodPatch
 from ds_etp.patches.signatures import check_signatures
-from ds_etp.patches.transformers.trainer_arguments import names_in, tp_size
+from ds_etp.patches.transformers.trainer_arguments import names_in, tp_of
 from ds_etp.patches.versions import warn_if_untested
 
 _TRAINERS = {
@@ -77,12 +77,6 @@ def _patch(trainer: type) -> None:
         MethodPatch(trainer, name, make).apply()
 
 
-def _tp_of(trainer: Any) -> int:
-    # Not `args.hf_deepspeed_config`: where `accelerate launch` names the config file, there is none.
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    return 1 if plugin is None else tp_size(plugin.deepspeed_config)
-
-
 def _tp_peers(trainer: Any) -> ProcessGroupInfo | None:
     """The group of this rank, once there is an engine; None where it is alone."""
     engine = trainer.model_wrapped
@@ -94,7 +88,7 @@ def _tp_peers(trainer: Any) -> ProcessGroupInfo | None:
 def _prompts_of_data_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _get_train_sampler(self: Any, *rest: Any, **kwargs: Any) -> Any:
-        tp, args = _tp_of(self), self.args
+        tp, args = tp_of(self), self.args
         if tp == 1:
             return original(self, *rest, **kwargs)
         _check_groups(self, tp)
