@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trainers.cases import CONFIGS, DATA, MODEL, Job, Trainer
 
-SCRIPT = "tests/trainers/accelerate_loop.py"
+SCRIPT = "tests/trainers/scripts/accelerate_loop.py"
 
 
 def _train(job: Job) -> str:
@@ -28,7 +28,7 @@ TRAINER = Trainer(
     train=_train,
     methods=("full", "lora"),
     notes=(
-        "A loop of accelerate's own: [accelerate_loop.py](../tests/trainers/accelerate_loop.py), in which nothing is "
-        "said of ds_etp.",
+        "A loop of accelerate's own: [accelerate_loop.py](../tests/trainers/scripts/accelerate_loop.py), in which "
+        "nothing is said of ds_etp.",
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +63,7 @@ class Job:
         rows: sequences (of DPO: pairs) a rank and micro batch. Tensor-parallel ranks share a batch, of twice the rows:
             the samples of a step are the same.
         resume: the checkpoint to go on from.
+        router_loss: whether a trainer that adds the router's loss by itself does so.
     """
 
     method: str
@@ -70,6 +71,7 @@ class Job:
     output: Path
     rows: int = 1
     resume: Path | None = None
+    router_loss: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,11 @@ class Trainer:
         merge: the trainer's own command that merges an adapter into the model: adapter folder, output folder.
         methods: those that it has.
         final: the folder, inside a job's output, that the trained model is saved in.
+        router_loss: methods whose loss has the router's, a mean over the tokens of a micro batch, in it. With `tp` 2
+            micro batches are larger, and another mean is right: those runs, and their references, do without.
         left_out: for a cell (`"dpo zero3_ep2"`, `"resume"`, ...) that can't be run the reason.
         notes: lines for the page.
         script: what the commands need beside packages.
-        variables: environment variables that its commands need on a machine without GPUs.
     """
 
     name: str
@@ -113,10 +116,10 @@ class Trainer:
     merge: Callable[[Path, Path], str] | None = None
     methods: tuple[str, ...] = METHODS
     final: str = "."
+    router_loss: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     script: Script | None = None
-    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,12 +161,18 @@ def cases(trainer: Trainer) -> Iterator[Case]:
 
     for method in trainer.methods:
         layouts = [layout for layout in LAYOUTS if f"{method} {layout.name}" not in trainer.left_out]
-        for plain in dict.fromkeys(layout.plain for layout in layouts):
-            job = Job(method, CONFIGS / f"{plain}.json", folder / f"{method}-{plain}")
-            yield case(f"plain {method} {plain}", job, "", on=False)
+        for name in dict.fromkeys(layout.plain for layout in layouts):
+            job = Job(method, CONFIGS / f"{name}.json", folder / f"{method}-{name}")
+            yield case(f"plain {method} {name}", job, "", on=False)
         for layout in layouts:
             job = Job(method, CONFIGS / f"{layout.name}.json", folder / f"{method}-{layout.name}", layout.tp)
             reference = f"plain {method} {layout.plain}"
+            if layout.tp > 1 and method in trainer.router_loss:
+                job = replace(job, router_loss=False)
+                output = folder / f"{method}-{layout.plain}-no-router-loss"
+                plain = Job(method, CONFIGS / f"{layout.plain}.json", output, router_loss=False)
+                reference += " without router loss"
+                yield case(reference, plain, "", on=False)
             yield case(f"{method} {layout.name}", job, method, reference=reference, layout=layout)
     yield from _around_full_training(trainer, folder, case)
     if trainer.merge is not None and "lora" in trainer.methods:

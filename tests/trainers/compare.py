@@ -39,10 +39,17 @@ class Difference:
 
 
 def losses(case: Case) -> list[float]:
-    """The loss of every step, as Trainer's state has it."""
+    """The loss of every step, as Trainer's state has it.
+
+    Raises:
+        Differs: there is none: the case was not run.
+    """
     folder = ROOT / case.output
     states = [folder / "trainer_state.json", *folder.glob(f"checkpoint-{STEPS}/trainer_state.json")]
-    state = json.loads(next(path for path in states if path.exists()).read_text())
+    found = next((path for path in states if path.exists()), None)
+    if found is None:
+        raise Differs(f"{case.id}: no losses in {case.output}: run it first, `--case '{case.id}'`")
+    state = json.loads(found.read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 

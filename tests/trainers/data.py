@@ -114,7 +114,7 @@ def _write_data(folder: Path) -> None:
     _write_lines(folder / "preferences.jsonl", preferred)
     swift = [{**chat, "rejected_response": pair["rejected"]} for chat, pair in zip(chats, preferred, strict=True)]
     _write_lines(folder / "preferences_messages.jsonl", swift)
-    (folder / "text.txt").write_text("\n".join(f"{question} {answer}" for question, answer in asked) + "\n")
+    (folder / "text.txt").write_text("\n".join(f"{question} {answer}" for question, answer in pairs) + "\n")
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     info = {
         "chats": {

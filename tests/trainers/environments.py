@@ -43,7 +43,6 @@ def variables(trainer: Trainer) -> dict[str, str]:
         "MODELSCOPE_CACHE": cache,
         "WANDB_DISABLED": "true",
         "TORCHDYNAMO_DISABLE": "1",  # DeepSpeed's Muon is decorated with torch.compile: seconds in every process
-        **dict(trainer.variables),
     }
 
 

@@ -29,7 +29,6 @@ TRAINER = Trainer(
     packages=("llamafactory", "transformers", "accelerate", "peft", "trl"),
     train=_train,
     merge=_merge,
-    variables=(("ACCELERATE_USE_CPU", "true"),),  # for its accelerate 1.11
     notes=(
         "A YAML file ([full](../configs/trainers/llamafactory/full.yaml), "
         "[LoRA](../configs/trainers/llamafactory/lora.yaml), [DPO](../configs/trainers/llamafactory/dpo.yaml)) with "

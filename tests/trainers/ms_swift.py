@@ -21,8 +21,6 @@ def _train(job: Job) -> str:
         f"--learning_rate {_RATES[job.method]} --adam_epsilon 1e-3 --lora_dropout 0",
         f"--logging_steps 1 --save_steps {SAVED_STEP} --report_to none --use_hf true",
     ]
-    if job.rows > 1 and job.method != "dpo":
-        words.append("--average_tokens_across_devices false")
     if job.resume is not None:
         words.append(f"--resume_from_checkpoint {job.resume}")
     return " ".join(words)
@@ -38,18 +36,15 @@ TRAINER = Trainer(
     packages=("ms-swift", "transformers", "accelerate", "peft", "trl"),
     train=_train,
     merge=_merge,
-    variables=(("ACCELERATE_USE_CPU", "true"),),  # for its accelerate 1.11
     final=f"checkpoint-{STEPS}",
-    left_out={
-        "resume": "the first step afterwards has the same loss, the second is 7e-4 off, and why is not known yet",
-    },
     notes=(
         "`--deepspeed` takes a file's path; its names `zero1`, `zero3` and so on are files of its own, without the "
         "block. `--deepspeed_autotp_size 2` sets `tensor_parallel.autotp_size`; here the file has it. "
         "`--torch_dtype float32 --fp16 false` is for the comparison: with float32 alone ms-swift trains in fp16. "
-        "With tensor parallelism its supervised trainer needs `--average_tokens_across_devices false`: it would "
-        "multiply the loss by the number of all ranks, tensor-parallel ones included, which ds_etp refuses. "
-        "Instead of `DS_ETP=1`, `--external_plugins .../ds_etp/integrations/ms_swift.py` registers ds_etp too.",
+        "With tensor parallelism its supervised trainer multiplies the loss by the number of all ranks, "
+        "tensor-parallel ones included (`Seq2SeqTrainer.compute_loss`). ds_etp divides it again, and "
+        "refuses other releases there. Instead of `DS_ETP=1`, "
+        "`--external_plugins .../ds_etp/integrations/ms_swift.py` registers ds_etp too.",
         "It takes any accelerate. Releases from 1.15 on, at the latest, see processes without a GPU as one each, so "
         'that `"auto"` batch sizes come out wrong with and without ds_etp: on the CPU it is run with 1.11.',
     ),

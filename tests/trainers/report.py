@@ -54,7 +54,7 @@ def _row(trainer: Trainer, results: dict[str, Any]) -> str:
         text = _apart(found) if len(found) == len(mine) else f"{len(mine) - len(found)} of {len(mine)} failed"
         reasons = [reason for cell, reason in trainer.left_out.items() if cell.split()[0] == column]
         text = text if mine else "no"
-        anchor = f"#{trainer.title.lower()}-{title.lower()}"
+        anchor = f"#{trainer.title.lower()}-{title.lower()}".replace(".", "")
         cells.append("; ".join([f"[{text}]({anchor})" if mine else text, *reasons]))
     releases = results["releases"]
     names = ", ".join(f"{name} {releases[name]}" for name in [*trainer.packages[1:], "deepspeed", "torch"])
