@@ -18,13 +18,14 @@ def share_adapters(model: nn.Module) -> None:
     """Gives all ranks what rank 0 has in the trainable weights of a model with adapters. Collective.
 
     For before AutoTP cuts them: a part then is one of the same whole. What `deepspeed.zero.Init` has partitioned comes
-    from one rank already.
+    from one rank already, and what is cut (`deepspeed.tp_model_init`) differs rightly.
     """
     if not is_adapted(model):
         return
     device = get_accelerator().current_device_name()  # the engine hasn't noted its own yet
     for parameter in model.parameters():
-        if parameter.requires_grad and not parameter.is_meta and not hasattr(parameter, "ds_id"):
-            values = parameter.data.to(device)
+        parted = hasattr(parameter, "ds_id") or getattr(parameter, "tensor_model_parallel", False)
+        if parameter.requires_grad and not parameter.is_meta and not parted:
+            values = parameter.data.to(device).contiguous()
             dist.broadcast(values, src=0)
             parameter.data.copy_(values)
