@@ -29,6 +29,7 @@ from ds_etp.patches.deepspeed.signatures import TABLE as DEEPSPEED
 from ds_etp.patches.openrlhf.signatures import TABLE as OPENRLHF
 from ds_etp.patches.peft.signatures import EXPERTS as PEFT_EXPERTS
 from ds_etp.patches.peft.signatures import TABLE as PEFT
+from ds_etp.patches.swift.signatures import TABLE as MS_SWIFT
 from ds_etp.patches.transformers.signatures import TABLE as TRANSFORMERS
 from ds_etp.patches.trl.signatures import TABLE as TRL
 from ds_etp.patches.trl.signatures import VLLM as TRL_VLLM
@@ -46,6 +47,7 @@ TABLES: dict[str, Table] = {
     "trl.vllm": TRL_VLLM,
     "accelerate": ACCELERATE,
     "openrlhf": OPENRLHF,
+    "ms-swift": MS_SWIFT,
 }
 # What every engine depends on. The others are looked at where they are used.
 ALWAYS = ("deepspeed", "transformers")
@@ -164,7 +166,7 @@ def report() -> tuple[str, bool]:
     lines, good = [], True
     for host, table in TABLES.items():
         try:
-            import_module(host.partition(".")[0])
+            import_module(next(iter(table)).partition(".")[0])  # a distribution may have another name
         except ImportError as error:
             lines.append(f"{host}: {error}")
             continue

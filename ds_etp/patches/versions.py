@@ -35,6 +35,9 @@ ACCELERATE_MAX = "1.16"
 # Only where `ds_etp.integrations.openrlhf` is used.
 OPENRLHF_MIN = "0.11"
 OPENRLHF_MAX = "0.11"
+# Only for its supervised trainer under tensor parallelism.
+MS_SWIFT_MIN = "4.6"
+MS_SWIFT_MAX = "4.6"
 
 RANGES = {
     "deepspeed": (DEEPSPEED_MIN, DEEPSPEED_MAX),
@@ -43,6 +46,7 @@ RANGES = {
     "accelerate": (ACCELERATE_MIN, ACCELERATE_MAX),
     "trl": (TRL_MIN, TRL_MAX),
     "openrlhf": (OPENRLHF_MIN, OPENRLHF_MAX),
+    "ms-swift": (MS_SWIFT_MIN, MS_SWIFT_MAX),
 }
 # Uses of a package, named `package.use`, that need other releases of it than the rest does.
 USES = {"trl.vllm": (TRL_VLLM_MIN, TRL_MAX)}
@@ -52,6 +56,7 @@ _OTHER_WAYS = {
     "peft.experts": "put adapters on other layers than experts, by target_modules, which need less of PEFT",
     "trl": "tensor_parallel.autotp_size=1, at which TRL's trainers are used as they are",
     "trl.vllm": "use_vllm=false, at which the engine itself generates",
+    "ms-swift": "tensor_parallel.autotp_size=1, at which its trainers are used as they are",
     "accelerate": "call deepspeed.initialize without accelerate",
 }
 # Their ZeRO 1 and 2 fail at the first step, with us or without: they gather partitions of the wrong sizes.
@@ -152,6 +157,22 @@ def check_muon_version() -> None:
 def has_own_share_loss() -> bool:
     """Whether `patches.transformers.sequence_loss` has something to correct."""
     return _at_least("transformers", TRANSFORMERS_OWN_SHARE_LOSS)
+
+
+def check_swift_version(tp: int) -> None:
+    """Refuses tensor parallelism with an ms-swift whose loss isn't known: its functions look alike, right or wrong.
+
+    Raises:
+        ConfigError: names the release found and what works.
+    """
+    if not _at_least("ms-swift", MS_SWIFT_MIN) or _above("ms-swift", MS_SWIFT_MAX):
+        raise config_error(
+            "tensor_parallel.autotp_size",
+            tp,
+            f"was not tried with ms-swift {version('ms-swift')}: {MS_SWIFT_MAX} multiplies losses by tensor-parallel "
+            "ranks, which ds_etp corrects, and others may not",
+            works=f"1, or ms-swift {MS_SWIFT_MAX}",
+        )
 
 
 def _refuse_before(release: str, tried_with: str, otherwise: str) -> None:

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import ds_etp
 from ds_etp.errors import ConfigError
-from ds_etp.patches.swift import loss_scale
+from ds_etp.patches import versions
 
 SPLIT: dict[str, Any] = {"expert_tensor_parallel": {"etp_size": 2}, "tensor_parallel": {"autotp_size": 2}}
 
@@ -52,7 +52,7 @@ def test_other_trainers_need_no_swift(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", ["4.5.2", "4.7.0", "5.0"])
 def test_another_swift_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
-    monkeypatch.setattr(loss_scale, "version", lambda name: release)
+    monkeypatch.setattr(versions, "version", lambda name: release)
     known = (
         rf"tensor_parallel\.autotp_size=2 was not tried with ms-swift {release}: .* that work: 1, or ms-swift 4\.6\."
     )

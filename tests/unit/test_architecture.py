@@ -50,7 +50,7 @@ FLOORS = {  # a file imports only from floors below its own, or within it withou
     "ds_etp.__main__": 7,
 }
 TORCH_FREE = (0, 1)
-HOSTS = ("deepspeed", "transformers", "accelerate", "peft", "trl", "openrlhf")
+HOSTS = ("deepspeed", "transformers", "accelerate", "peft", "trl", "openrlhf", "swift")
 # DeepSpeed's registry of process groups is module state of the host: few files may reach for it.
 HOST_GROUPS = "deepspeed.utils.groups"
 HOST_GROUPS_USERS = ("ds_etp.parallel.process_groups", "ds_etp.patches")

@@ -11,17 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
-from packaging.version import Version
-
-from ds_etp.config.deepspeed import AUTOTP
-from ds_etp.errors import config_error
 from ds_etp.patches.base import MethodPatch
+from ds_etp.patches.signatures import check_signatures
 from ds_etp.patches.transformers.trainer_arguments import names_in, tp_of
+from ds_etp.patches.versions import check_swift_version
 
-_RELEASE = "4.6"
 _ARGUMENTS = "Seq2SeqTrainingArguments"  # of `swift sft` and `swift pt`; other trainers take their losses otherwise
 
 
@@ -37,16 +33,9 @@ def patch_loss_scale(args: Any, tp: int) -> None:
     """
     if _ARGUMENTS not in names_in("swift", args):
         return
-    found = version("ms-swift")
-    if Version(found).release[:2] != Version(_RELEASE).release:
-        raise config_error(
-            AUTOTP,
-            tp,
-            f"was not tried with ms-swift {found}: {_RELEASE} multiplies losses by tensor-parallel ranks, "
-            "which ds_etp corrects, and others may not",
-            works=f"1, or ms-swift {_RELEASE}",
-        )
+    check_swift_version(tp)
     trainer = import_module("swift.trainers.seq2seq_trainer").Seq2SeqTrainer
+    check_signatures("ms-swift")
     MethodPatch(trainer, "compute_loss", _by_data_ranks).apply()
 
 
