@@ -165,7 +165,7 @@ def check_swift_version(tp: int) -> None:
     Raises:
         ConfigError: names the release found and what works.
     """
-    if not _at_least("ms-swift", MS_SWIFT_MIN) or _above("ms-swift", MS_SWIFT_MAX):
+    if not _is_tested("ms-swift"):
         raise config_error(
             "tensor_parallel.autotp_size",
             tp,
@@ -189,8 +189,7 @@ def warn_if_untested(host: str) -> None:
         host: a package, or a use of one.
     """
     package = host.partition(".")[0]
-    lowest, highest = _bounds(host)
-    if not _at_least(package, lowest) or _above(package, highest):
+    if not _is_tested(host):
         _warn(package, version(package), tested_range(host), as_requirement(host))
 
 
@@ -226,6 +225,12 @@ def other_ways(host: str) -> str:
 
 def _bounds(host: str) -> tuple[str, str]:
     return USES.get(host) or RANGES[host.partition(".")[0]]
+
+
+def _is_tested(host: str) -> bool:
+    package = host.partition(".")[0]
+    lowest, highest = _bounds(host)
+    return _at_least(package, lowest) and not _above(package, highest)
 
 
 def _at_least(package: str, bound: str) -> bool:

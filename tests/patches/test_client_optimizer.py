@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +76,34 @@ def test_trains_the_experts_in_groups_of_their_own(launcher: Launcher, stage: in
     assert (marked, names) == (0, set()) if as_it_was else (marked >= 1 and names == {"ep_size_4"})
 
 
-def train_with_schedule(stage: int, passed: bool) -> Any:
-    """Trains with a schedule that ends at rate zero, and returns how far experts and others move after that."""
+def with_schedule(stage: int, passed: bool, factor: Callable[[int], float], decay: float, momentum: float) -> Any:
+    """An engine, a schedule made before it, which the engine steps where it is passed, and one training step."""
     import deepspeed
 
     ds_etp.register()
     recipe = Recipe(dp=2)
     model = recipe.model().train()
-    optimizer = torch.optim.SGD(_decay_groups(model, 0.0), lr=0.5)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
+    optimizer = torch.optim.SGD(_decay_groups(model, decay), lr=0.5, momentum=momentum)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     arguments = {"lr_scheduler": schedule} if passed else {}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(recipe, stage), **arguments)
-    experts = {name for name, _ in expert_parameters(engine.module)}
-    history = [full_tensors(engine, weight)]
-    for step in range(3):
+
+    def train(step: int) -> None:
         engine.backward(engine(**recipe.batch(step, 0, dist.get_rank() // 2)).loss)
         engine.step()
         if not passed:
             schedule.step()
+
+    return engine, schedule, train
+
+
+def train_with_schedule(stage: int, passed: bool) -> Any:
+    """Trains with a schedule that ends at rate zero, and returns how far experts and others move after that."""
+    engine, _, train = with_schedule(stage, passed, lambda step: 1.0 if step < 2 else 0.0, 0.0, 0.0)
+    experts = {name for name, _ in expert_parameters(engine.module)}
+    history = [full_tensors(engine, weight)]
+    for step in range(3):
+        train(step)
         history.append(full_tensors(engine, weight))
     engine.destroy()
     moved = [
@@ -114,38 +125,20 @@ def test_a_schedule_made_before_reaches_the_experts(launcher: Launcher, stage: i
 
 def train_and_resume(stage: int, passed: bool, folder: str) -> list[str]:
     """Four steps under a schedule made before, in one go and with a checkpoint between; tensors that differ."""
-    import deepspeed
-
-    ds_etp.register()
-    recipe = Recipe(dp=2)
-
-    def prepare() -> tuple[Any, Any]:
-        model = recipe.model().train()
-        optimizer = torch.optim.SGD(_decay_groups(model, 0.1), lr=0.5, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        arguments = {"lr_scheduler": schedule} if passed else {}
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(recipe, stage), **arguments)
-        return engine, schedule
-
-    def train(engine: Any, schedule: Any, steps: range) -> None:
-        for step in steps:
-            engine.backward(engine(**recipe.batch(step, 0, dist.get_rank() // 2)).loss)
-            engine.step()
-            if not passed:
-                schedule.step()
-
-    engine, schedule = prepare()
-    train(engine, schedule, range(2))
-    engine.save_checkpoint(folder)
-    stored = schedule.state_dict()
-    train(engine, schedule, range(2, 4))
+    engine, schedule, train = with_schedule(stage, passed, lambda step: 0.5**step, 0.1, 0.9)
+    for step in range(4):
+        if step == 2:
+            engine.save_checkpoint(folder)
+            stored = schedule.state_dict()
+        train(step)
     wanted = full_tensors(engine, weight)
     engine.destroy()
-    engine, schedule = prepare()
+    engine, schedule, train = with_schedule(stage, passed, lambda step: 0.5**step, 0.1, 0.9)
     engine.load_checkpoint(folder)
     if not passed:
         schedule.load_state_dict(stored)
-    train(engine, schedule, range(2, 4))
+    for step in range(2, 4):
+        train(step)
     found = full_tensors(engine, weight)
     engine.destroy()
     return [name for name in wanted if not torch.equal(found[name], wanted[name])]

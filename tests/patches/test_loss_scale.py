@@ -5,6 +5,7 @@ ms-swift itself is run by `make trainers`: here are its arguments' name and modu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import ds_etp
+from ds_etp.engine import is_registered
 from ds_etp.errors import ConfigError
 from ds_etp.patches import versions
 
@@ -26,9 +28,18 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 Seq2SeqTrainingArguments.__module__ = "swift.trainers.arguments"
 
 
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """For these tests alone: others of this process start unregistered."""
+    before = is_registered()
+    ds_etp.register()
+    yield
+    if not before:
+        ds_etp.unregister()
+
+
 def process(folder: Path, kind: type[TrainingArguments], config: dict[str, Any], average: bool = True) -> None:
     """What Trainer does with its arguments and the DeepSpeed config."""
-    ds_etp.register()
     args = kind(output_dir=str(folder), average_tokens_across_devices=average, use_cpu=True)
     HfTrainerDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config}).trainer_config_process(args)
 

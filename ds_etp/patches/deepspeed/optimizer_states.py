@@ -152,7 +152,7 @@ class DeepSpeedStates:
         self.engine, self.optimizer = engine, engine.optimizer
         self._optimizer_tensors: list[OptimizerTensor] = []
         self._param_states: dict[int, _LocalState] = {}
-        base = getattr(self.optimizer, "optimizer", self.optimizer)
+        self._base = base = getattr(self.optimizer, "optimizer", self.optimizer)
         self.optimizer_class = type(base).__name__ if hasattr(base, "param_groups") else None
         if self.optimizer is None or self.optimizer_class is None:
             return
@@ -267,7 +267,7 @@ class DeepSpeedStates:
         if hasattr(optimizer, "checkpoint_event_epilogue"):
             optimizer.checkpoint_event_epilogue()
         if self.optimizer_class is not None:
-            follow_hyperparams(getattr(optimizer, "optimizer", optimizer))
+            follow_hyperparams(self._base)
 
     def loss_scale(self) -> dict[str, Any]:
         """See `EngineStates`."""
